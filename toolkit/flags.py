@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-PRESET_HELP = "a preset's name (see `toolkit presets`), or the path of an accelerate YAML file"
-PROCESSES_HELP = "processes to start on this node, one per GPU"
-DEFAULT_PROCESSES_HELP = "by default all visible GPUs, or two processes on a CPU"
+PRESET_HELP = "a preset (see `toolkit presets`), or an accelerate YAML file"
+PROCESSES_HELP = "processes on this node, one per GPU"
+DEFAULT_PROCESSES_HELP = "by default all visible GPUs, or two on a CPU"
 
 PresetName = Annotated[str, typer.Option(help=PRESET_HELP)]
 PresetNames = Annotated[tuple[str, ...], typer.Option(help=f"{PRESET_HELP}; repeatable")]
@@ -22,7 +22,7 @@ CpuFlag = Annotated[
 RanksPerGpu = Annotated[
     int,
     typer.Option(
-        help="real ranks on each GPU: memory, losses and parity, no speeds; also read from TOOLKIT_RANKS_PER_GPU",
+        help="real ranks on each GPU, without speeds; or TOOLKIT_RANKS_PER_GPU",
         envvar="TOOLKIT_RANKS_PER_GPU",
         show_envvar=False,
     ),
@@ -30,7 +30,7 @@ RanksPerGpu = Annotated[
 NvmePath = Annotated[
     str | None,
     typer.Option(
-        help="folder on a local NVMe disk, for presets that offload to one; also read from TOOLKIT_NVME_PATH",
+        help="folder on a local NVMe disk, for offload; or TOOLKIT_NVME_PATH",
         envvar="TOOLKIT_NVME_PATH",
         show_envvar=False,
     ),
@@ -38,12 +38,12 @@ NvmePath = Annotated[
 PricePerGpuHour = Annotated[
     float | None,
     typer.Option(
-        help="price of one GPU per hour, in dollars: the report then shows the cost of a million tokens",
+        help="dollars per GPU and hour, for the cost of a million tokens",
         min=0,
         max=1_000_000,
     ),
 ]
-MODEL_HELP = "a model's id on the Hugging Face hub, its folder, or a config.json"
+MODEL_HELP = "a hub id, a folder, or a config.json"
 ModelName = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 OptionalModelName = Annotated[
     str | None, typer.Argument(help=f"{MODEL_HELP}; by default that of --config", metavar="MODEL")

@@ -38,7 +38,7 @@ from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
-from toolkit.record.columns import Model, column_of
+from toolkit.record.columns import Model, Repeats, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
@@ -113,45 +113,76 @@ def folded(table: str) -> str:
     return f"<details markdown>\n<summary>The table: {rows} rows</summary>\n\n{table.strip()}\n\n</details>"
 
 
+def definitions(meanings: Mapping[str, str]) -> str:
+    """Return a list of keys with their meanings."""
+    return "\n".join(f"- `{key}`: {meaning}" for key, meaning in meanings.items())
+
+
 def preset_table() -> str:
     """Return one row per preset: what it does and when to choose it."""
-    head = ["preset", "when to choose it", "engine", "sharding", "offloads", "processes"]
+    head = ["preset", "when to choose it", "engine, sharding", "processes"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
-    devices = {"optimizer": preset.offload_optimizer, "parameters": preset.offload_param}
-    offloads = ", ".join(f"{what} to {device}" for what, device in devices.items() if device) or "–"
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
-    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`", f"`{preset.sharding}`", offloads, processes]
+    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`, `{preset.sharding}`", processes]
 
 
 def characteristics_table() -> str:
-    """Return one row per preset: bytes, communication volume, requirements and limits."""
-    head = ["preset", "GPU bytes per parameter", "host bytes", "communication"]
-    head += ["FSDP1", "equivalent", "needs", "not with"]
+    """Return one row per preset: bytes, communication volume and equivalents."""
+    head = ["preset", "GPU bytes per parameter", "host bytes", "communication", "equivalent"]
     return markdown_table(head, [_characteristics_row(preset) for preset in list_presets()])
 
 
 def _characteristics_row(preset: Preset) -> list[str]:
-    found = characteristics(preset)
-    cells = [f"`{preset.name}`", found.bytes_on("gpu"), found.bytes_on("cpu"), found.communication]
-    cells += [found.fsdp1_name or "–", found.other_name or "–"]
-    return [*cells, "; ".join(found.needs), "; ".join(found.not_with) or "–"]
+    traits = characteristics(preset)
+    volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
+    cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
+    fsdp1 = f" (FSDP1: {traits.fsdp1_name})" if traits.fsdp1_name else ""
+    return [*cells, (traits.other_name or "–") + fsdp1]
+
+
+def needs_table() -> str:
+    """Return what presets need beside processes and degrees, and which of them do."""
+    return _by_presets(
+        lambda preset: [text for text in characteristics(preset).needs[1:] if ", the number of" not in text]
+    )
+
+
+def refusals_table() -> str:
+    """Return what presets do not work with, and why, and which of them do not."""
+    return _by_presets(lambda preset: characteristics(preset).not_with)
+
+
+def _by_presets(texts_of: Callable[[Preset], Sequence[str]]) -> str:
+    """Return a list of sets of presets, and below each the texts that all of these and no others have."""
+    presets: dict[str, list[str]] = {}
+    for preset in list_presets():
+        for text in texts_of(preset):
+            presets.setdefault(text, []).append(f"`{preset.name}`")
+    texts: dict[str, list[str]] = {}
+    for text, names in presets.items():
+        texts.setdefault(", ".join(names), []).append(text)
+    return "\n".join(f"- {names}:\n" + "\n".join(f"    - {text}" for text in texts[names]) for names in texts)
 
 
 def optimizer_table() -> str:
-    """Return one row per optimizer: its class, what it keeps, and the presets that it works under."""
-    return markdown_table(["`--optim`", "class", "states", "bytes", "presets"], [*map(_optimizer_row, OPTIMIZERS)])
+    """Return one row per kind of optimizer: its names and class, what it keeps, and the presets that it works under."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for optim in OPTIMIZERS:
+        names.setdefault(_optimizer_cells(optim), []).append(f"`{optim}`")
+    rows = [[", ".join(each), *cells] for cells, each in names.items()]
+    return markdown_table(["`--optim`", "class", "states", "bytes", "presets"], rows)
 
 
-def _optimizer_row(optim: str) -> list[str]:
+def _optimizer_cells(optim: str) -> tuple[str, ...]:
     spec, matrix = OPTIMIZERS[optim], UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
     refused = [p.name for p in list_presets() if unsupported(p, Job(optim=optim)) is not None]
     presets = "all" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
     share = spec.state_bytes([matrix]) / matrix.num_elements
-    states = spec.summary + ("; paged" if spec.paged else "")
-    return [f"`{optim}`", f"`{spec.class_name}`", states, f"{share:.3g}", presets]
+    states = spec.summary + (", paged" if spec.paged else "")
+    return f"`{spec.class_name}`", states, f"{share:.3g}", presets
 
 
 def lint_index() -> str:
@@ -176,21 +207,27 @@ def _lint_rule(rule: LintRule) -> str:
 
 
 def doctor_table() -> str:
-    """Return one row per check of `toolkit doctor`."""
-    rows = [
-        [f"`{check.name}`", check.looks_at, check.threshold + (" (`--long`)" if check.long else ""), check.source]
+    """Return the checks of `toolkit doctor`; a name links to the source of the threshold."""
+    return "\n".join(
+        f"- {_check_name(check.name, check.source)}: {check.looks_at}. *Finding*: {check.threshold}"
+        + (" (`--long`)." if check.long else ".")
         for check in all_checks()
-    ]
-    return markdown_table(["check", "what it looks at", "when it is a finding", "source of the threshold"], rows)
+    )
+
+
+def _check_name(name: str, source: str) -> str:
+    address = re.search(r"https://[^\s,;]+", source)
+    return f"[`{name}`]({address[0]})" if address else f"`{name}`"
 
 
 def preset_files() -> str:
     """Return links to the files of every preset, as they ship."""
-    return "\n".join(f"- `{preset.name}`: {_file_links(preset)}" for preset in list_presets())
+    return "\n".join(f"- {folder}: {_file_links(folder)}" for folder in ("accelerate_configs", "ds_configs"))
 
 
-def _file_links(preset: Preset) -> str:
-    return ", ".join(f"[`{path}`](../../{path})" for path in preset.texts())
+def _file_links(folder: str) -> str:
+    paths = {path: None for preset in list_presets() for path in preset.texts() if path.startswith(folder)}
+    return ", ".join(f"[`{Path(path).name}`](../../{path})" for path in paths)
 
 
 def recorded_table(name: str) -> str:
@@ -282,9 +319,7 @@ def printed(command: str, paragraphs: int) -> str:
 def argument_table() -> str:
     """Return the arguments that the training script has beside those of `TrainingArguments`."""
     fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
-    return markdown_table(
-        ["argument", "what it is"], [[f"`--{field.name}`", _argument_help(field)] for field in fields]
-    )
+    return definitions({f"--{field.name}": _argument_help(field) for field in fields})
 
 
 def _argument_help(field: dataclasses.Field[Any]) -> str:
@@ -293,83 +328,162 @@ def _argument_help(field: dataclasses.Field[Any]) -> str:
 
 def alias_table() -> str:
     """Return the arguments of TRL, axolotl and LLaMA-Factory that are accepted, and what they become."""
-    return markdown_table(
-        ["accepted", "becomes"], [row for word, alias in ALIASES.items() for row in _alias_rows(word, alias)]
-    )
+    return "\n".join(f"- {row}" for word, alias in ALIASES.items() for row in _alias_rows(word, alias))
 
 
-def _alias_rows(word: str, alias: Alias) -> Iterator[list[str]]:
+def _alias_rows(word: str, alias: Alias) -> Iterator[str]:
     if alias.values is None:
-        yield [f"`--{word}`", f"`--{alias.name}`"]
+        yield f"`--{word}`: `--{alias.name}`"
         return
     for theirs, ours in alias.values.items():
-        yield [f"`--{word} {theirs}`", f"`--{alias.name} {ours}`"]
+        yield f"`--{word} {theirs}`: `--{alias.name} {ours}`"
 
 
 def hint_table() -> str:
     """Return the arguments of other tools that mean something else here, with what to type instead."""
-    return markdown_table(["not accepted", "instead"], [[f"`--{word}`", hint] for word, hint in HINTS.items()])
+    return definitions({f"--{word}": hint for word, hint in HINTS.items()})
+
+
+SHARED = "Options of several commands"
+Record = tuple[str, str]  # an option with its metavar, and its help text
 
 
 def commands() -> str:
-    """Return every command and subcommand: its help text, arguments and options."""
+    """Return every command: its help text, arguments and options.
+
+    What all commands of a group have is listed with the group. What several others have is listed once, at the end.
+    """
     program: Any = typer.main.get_command(app)
-    return "\n".join(
-        line for name, command in program.commands.items() for line in _command(f"toolkit {name}", command)
-    )
+    groups: list[tuple[str, Any]] = []
+    alone: list[tuple[str, Any]] = []
+    for name, command in program.commands.items():
+        (groups if hasattr(command, "commands") else alone).append((f"toolkit {name}", command))
+    below = {name: [(f"{name} {word}", each) for word, each in group.commands.items()] for name, group in groups}
+    in_group = {name: _common([_records(*each) for each in each_below]) for name, each_below in below.items()}
+    leaves = {each: in_group[name] for name, each_below in below.items() for each in each_below}
+    leaves |= {each: [] for each in alone}
+    left = [[record for record in _records(*each) if record not in listed] for each, listed in leaves.items()]
+    shared = _most_common([record for records in [*in_group.values(), *left] for record in records])
+    sections = []
+    for name, command in program.commands.items():
+        name = f"toolkit {name}"
+        if name not in below:
+            sections.append(_section(name, command, [], shared))
+            continue
+        sections.append(f"## {name}\n\n{command.help}\n")
+        if own := [record for record in in_group[name] if record not in shared]:
+            sections.append(f"All of its commands have:\n\n{_option_list(own)}\n")
+        sections += [
+            _section(*each, [record for record in in_group[name] if record not in shared], shared)
+            for each in below[name]
+        ]
+    return "\n".join([*sections, f"## {SHARED}\n\n{_option_list(shared)}\n"])
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
+def _common(records: Sequence[list[Record]]) -> list[Record]:
+    """Return the records that all lists have."""
+    return [record for record in records[0] if all(record in others for others in records)]
+
+
+def _most_common(records: Sequence[Record]) -> list[Record]:
+    """Return the records that occur several times; of a name, the one that occurs most often."""
+    times, chosen = Counter(records), dict[str, Record]()
+    for record in sorted(times, key=lambda record: -times[record]):
+        if times[record] > 1:
+            chosen.setdefault(record[0].split(" ")[0], record)
+    return [record for record in times if record in chosen.values()]
+
+
+def _records(name: str, command: Any) -> list[Record]:
+    """Return names and help texts of a command's arguments and options, but for what follows `--`."""
     context = command.make_context(name, [], resilient_parsing=True)
-    yield f"## {name}\n\n{command.help}\n"
-    if hasattr(command, "commands"):
-        for word, below in command.commands.items():
-            yield from _command(f"{name} {word}", below)
-        return
-    yield f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
-    records = [record for parameter in command.params if (record := parameter.get_help_record(context))]
-    yield markdown_table(["argument or option", "what it is"], [[f"`{first}`", _cell(text)] for first, text in records])
-    yield ""
+    parameters = [parameter for parameter in command.params if parameter.name != "training_arguments"]
+    return [record for parameter in parameters if (record := parameter.get_help_record(context))]
+
+
+def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequence[Record]) -> str:
+    """Return a command's help, its own options, and a line with those that it shares."""
+    context = command.make_context(name, [], resilient_parsing=True)
+    lines = [f"## {name}\n\n{command.help}\n"]
+    lines.append(f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n")
+    records = [record for record in _records(name, command) if record not in of_group]
+    if unshared := [record for record in records if record not in shared]:
+        lines.append(_option_list(unshared) + "\n")
+    if common := [f"`{first.split(' <')[0]}`" for first, text in records if (first, text) in shared]:
+        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {', '.join(common)}.\n")
+    return "\n".join(lines)
+
+
+def _option_list(records: Sequence[Record]) -> str:
+    """Return the options with their help texts; names alone of those that are training arguments."""
+    fields = {field.name for each in (ModelArguments, DataArguments) for field in dataclasses.fields(each)}
+    in_training = [
+        (first, text)
+        for first, text in records
+        if first.lstrip("-").split(" ")[0].replace("-", "_") in fields and "default" not in text
+    ]
+    lines = [f"- `{_metavar(first)}`: {_cell(text)}" for first, text in records if (first, text) not in in_training]
+    if in_training:
+        names = ", ".join(f"`{_metavar(first)}`" for first, _ in in_training)
+        lines.append(f"- as in [training](arguments.md): {names}")
+    return "\n".join(lines)
+
+
+def _metavar(option: str) -> str:
+    """Return an option with its type in one word: `--column <list[str]>` becomes `--column <str>`."""
+    return re.sub(r"list\[(\w+)\]", r"\1", option).replace(" range>", ">").replace("<Path>", "<path>")
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "/").replace("<", "&lt;")
 
 
+# How a row combines its repeats, as the tables of `results.json` say it; docs/reference/results.md explains the words.
+COMBINED = {
+    Repeats.MIDDLE: "middle",
+    Repeats.COMMON_STEPS: "mean, common steps",
+    Repeats.GEOMETRIC_MEAN: "mean",
+    Repeats.MEDIAN: "median",
+    Repeats.LARGEST: "maximum",
+    Repeats.MEDIAN_OF_ALL: "median of all",
+    Repeats.LARGEST_OF_ALL: "maximum of all",
+    Repeats.UNION_OF_ALL: "all",
+}
+
+
 def results_table(name: str) -> str:
-    """Return one row per key of a part of `results.json`; a trial's leaves out what it shares with a row."""
-    schema = Results.model_json_schema(mode="serialization")
-    model, properties = RESULTS_MODELS[name], (schema["$defs"].get(name) or schema)["properties"]
-    rows = []
-    for key, field in model.model_fields.items():
-        if model is RunRecord and (key in Row.model_fields or key in ONLY_IN_LEDGER):
-            continue
-        column = column_of(model, key)
-        of_a_row = f" Of a row: {column.repeats}." if column.repeats and model is Row else ""
-        meaning = " ".join((field.description or "").split())
-        rows.append([f"`{key}`", _json_type(properties[key]), column.unit or "", f"{meaning}{of_a_row}"])
-    return markdown_table(["key", "type", "unit", "meaning"], rows)
+    """Return the keys of a part of `results.json` and their meanings.
+
+    A trial's leave out what it shares with a row, and a row's what `measured` of run.json has. A row's end with how it
+    combines its repeats.
+    """
+    model, measured = RESULTS_MODELS[name], {*Measurements().summary()}
+    keys = [*model.model_fields]
+    if model is RunRecord:
+        keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
+    explained = [key for key in keys if not (model is Row and key in measured)]
+    listed = definitions({key: " ".join((model.model_fields[key].description or "").split()) for key in explained})
+    if model is not Row:
+        return listed
+    ways: dict[str, list[str]] = {}
+    for key in keys:
+        repeats = column_of(model, key).repeats
+        if repeats or key in measured:
+            ways.setdefault(COMBINED[repeats] if repeats else "one per row", []).append(f"`{key}`")
+    combined = [f"- {way}: {', '.join(names)}." for way, names in ways.items()]
+    return "\n".join([listed, "", "How a row combines its repeats:", "", *combined])
 
 
 def measured_table() -> str:
-    """Return one row per key of `measured` in `run.json`."""
-    fields = {key: field for key, field in Figures.model_fields.items() if key in Measurements().summary()}
-    rows = [
-        [f"`{key}`", column_of(Figures, key).unit or "", " ".join((field.description or "").split())]
-        for key, field in fields.items()
-    ]
-    return markdown_table(["key", "unit", "meaning"], rows)
+    """Return the keys of `measured` in `run.json`."""
+    fields = [key for key in Figures.model_fields if key in Measurements().summary()]
+    return definitions({key: " ".join((Figures.model_fields[key].description or "").split()) for key in fields})
 
 
 def goodput_table() -> str:
-    """Return one row per key of `goodput` in `run.json`."""
-    fields = {**Goodput.model_fields, **Goodput.model_computed_fields}
-    return markdown_table(["key", "meaning"], [[f"`{key}`", field.description or ""] for key, field in fields.items()])
-
-
-def _json_type(schema: dict[str, Any]) -> str:
-    types = [found.get("type", "object") for found in schema.get("anyOf", [schema])]
-    return " or ".join(dict.fromkeys(types))
+    """Return the keys of `goodput` in `run.json`."""
+    fields: dict[str, Any] = {**Goodput.model_fields, **Goodput.model_computed_fields}
+    return definitions({key: field.description or "" for key, field in fields.items()})
 
 
 def public_names() -> list[str]:
@@ -409,6 +523,8 @@ BUILT: dict[str, Callable[[], str]] = {
     "lint_index": lint_index,
     "doctor_checks": doctor_table,
     "characteristics": characteristics_table,
+    "needs": needs_table,
+    "refusals": refusals_table,
     "arguments": argument_table,
     "aliases": alias_table,
     "hints": hint_table,

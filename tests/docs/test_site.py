@@ -71,7 +71,7 @@ def test_the_reference_has_every_command_argument_preset_and_public_name(site: P
     page = html(site, "reference/cli.html")
     commands = ("plan", "train", "compare", "preset-show", "checkpoint-convert")
     assert [name for name in commands if f'<h2 id="toolkit-{name}">' not in page] == []
-    arguments = set(re.findall(r"<code>--(\w+)</code></td>", html(site, "reference/arguments.html")))
+    arguments = set(re.findall(r"<code>--(\w+)</code>", html(site, "reference/arguments.html")))
     assert {"lora_r", "dataset", "untimed_steps", "model_name_or_path"} <= arguments & set(argument_types())
     page = html(site, "reference/presets.html")
     assert [name for name in preset_names() if f"accelerate_configs/{name}.yaml" not in page] == []

@@ -27,15 +27,13 @@ CheckpointPath = Annotated[Path, typer.Argument(help="folder of a checkpoint", m
 OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="OUT")]
 BaseModel = Annotated[
     str | None,
-    typer.Option(help="the adapter's base model, or a folder with config.json, if it is not where it was recorded"),
+    typer.Option(help="base model or a folder with config.json, if not where it was recorded"),
 ]
 WeightsOnly = Annotated[
     bool,
-    typer.Option("--weights-only", help="keep the names in the checkpoint: for a model class that transformers lacks"),
+    typer.Option("--weights-only", help="keep the checkpoint's names: for a model class that transformers lacks"),
 ]
-TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="load the checkpoint's pickles whatever they run: only if you wrote them")
-]
+TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="load pickles whatever they run: only your own")]
 
 
 @checkpoint_app.command()
@@ -45,7 +43,7 @@ def inspect(
 ) -> None:
     """Show engine, preset, step, world size, parameters and bytes, and whether the checkpoint is complete.
 
-    Exit code 1 if it is damaged; the damaged file is named.
+    Exit code 1 if it is damaged, with the name of the damaged file.
     """
     from toolkit.checkpoint.inspect import inspect_all
 

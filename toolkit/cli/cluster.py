@@ -28,7 +28,7 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 
     With several --preset it runs `toolkit compare` on the nodes: each trial is one srun.
 
-    After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
+    After `--`: training arguments, as for `toolkit train`, with --output_dir on a file system of all nodes.
     """
     from toolkit.cluster.job_files import deliver
     from toolkit.cluster.slurm import comparison_file, job_file
@@ -47,7 +47,7 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
     """Write a SkyPilot task of several nodes, for `sky jobs launch`: recovered after a preemption.
 
-    After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
+    After `--`: training arguments, as for `toolkit train`, with --output_dir in a folder of --mount.
     """
     from toolkit.cluster.without_slurm import task_file
 
@@ -62,7 +62,7 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
     """Write a JobSet, or a TrainJob of Kubeflow Trainer v2: one pod per node, restarted together.
 
-    After `--`: training arguments, as for `toolkit train`; --output_dir must be in a folder of --mount.
+    After `--`: training arguments, as for `toolkit train`, with --output_dir in a folder of --mount.
     """
     from toolkit.cluster.without_slurm import manifest
 
@@ -75,7 +75,7 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 def ssh(job: JobOptions, ssh: SshOptions) -> None:
     """Write one script for nodes without a scheduler, and the line that starts it on all of them.
 
-    After `--`: training arguments, as for `toolkit train`; --output_dir must be on a file system of all nodes.
+    After `--`: training arguments, as for `toolkit train`, with --output_dir on a file system of all nodes.
     """
     from toolkit.cluster.without_slurm import script_file, start_line
 

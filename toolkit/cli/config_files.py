@@ -49,8 +49,8 @@ def lint(
     Reads accelerate YAMLs, DeepSpeed JSONs, Trainer arguments, sbatch files, SkyPilot tasks and shell scripts that
     start a launcher, and says what to write instead.
 
-    A DeepSpeed JSON that a YAML names is checked with it. Exit code 0: nothing of --level or above; 1: findings;
-    2: a file cannot be read.
+    A DeepSpeed JSON that a YAML names is checked with it. Exit code 1 if there are findings of --level or above, 2 if
+    a file cannot be read.
     """
     from toolkit.convert.conversion import recognising
     from toolkit.lint.check import lint_paths

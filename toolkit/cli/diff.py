@@ -26,8 +26,8 @@ def diff(
 ) -> None:
     """Show what a change to configuration files does: new findings, and memory before and after.
 
-    Compares the working tree with its common ancestor with BASE, as a pull request does. Exit code 0: nothing new of
-    --level or above, and no job that stops to fit; 1: something of it.
+    Compares the working tree with its common ancestor with BASE, as a pull request does. Exit code 1 if a finding of
+    --level or above is new, or a job fits no longer.
     """
     from toolkit.diff.change import changes, markdown
     from toolkit.lint.findings import LEVELS

@@ -24,7 +24,7 @@ def doctor(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="a model that --preset is to train on this node; with --compare: reports of nodes",
+            help="the model that --preset trains; with --compare: reports of nodes",
             metavar="MODEL or FILE...",
         ),
     ] = None,
@@ -33,7 +33,7 @@ def doctor(
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="show the checks that found nothing, too, and those that were skipped"),
+        typer.Option("--verbose", "-v", help="also show checks that found nothing or were skipped"),
     ] = False,
     as_json: JsonOutput = False,
 ) -> None:

@@ -166,10 +166,10 @@ class RehearseOptions(ScriptOptions):
 def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     """Run one rank of a larger job here, and measure its memory.
 
-    The training script and the engine are the real ones; the other ranks are simulated.
+    Training script and engine are the real ones. The other ranks are simulated.
 
-    After `--`: at least --model_name_or_path (a config.json is enough). Without --dataset, rows of random tokens;
-    without --output_dir, no files are kept. With --script or --module: the arguments of that script.
+    After `--`: at least --model_name_or_path (a config.json is enough), or the arguments of --script or --module.
+    Without --dataset, rows are random tokens. Without --output_dir, no files are kept.
     """
     from toolkit.demo.assets import with_demo_inputs
     from toolkit.doctor.ops import compile_for_run

@@ -62,7 +62,7 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
 ) -> None:
-    """Copy presets to a folder; the copies work from any directory.
+    """Copy presets to a folder. The copies work from any directory.
 
     Each DeepSpeed JSON is written next to its YAML. Paths inside the files are absolute: export again after moving
     the folder.

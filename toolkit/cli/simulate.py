@@ -60,8 +60,8 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     """Cost of slow workers, and of updates that are synchronous, asynchronous, in between, or leave some out.
 
-    Speed, waste and staleness are simulated; losses are those of a small network, trained under each policy. With
-    --model, its gradients are communicated.
+    Speed, waste and staleness are simulated. A small network is trained under each policy for its loss. With --model,
+    its gradients are communicated.
     """
     # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

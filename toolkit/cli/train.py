@@ -160,8 +160,8 @@ def report(
 ) -> None:
     """Write the report of a comparison again, or compare two.
 
-    Reads the comparison's files alone. Two comparisons must train the same job; otherwise the differences are listed
-    and the exit code is 2.
+    Reads the comparison's files alone. If two comparisons trained different jobs, the differences are listed and the
+    exit code is 2.
     """
     from toolkit.compare.commands import report_both, write_report_again
 

@@ -43,9 +43,7 @@ class JobOptions:
     max_restarts: Annotated[
         int | None, Option(help="restarts by torchrun after a failed rank or node; default 0, elastic 3")
     ] = None
-    env: Annotated[
-        Words, Option(help="NAME=VALUE, or NAME: its value at submission, never written to the file; repeatable")
-    ] = ()
+    env: Annotated[Words, Option(help="NAME=VALUE, or NAME: the value at submission, not in the file; repeatable")] = ()
     setup: Annotated[Words, Option(help="shell line to run on each node before training; repeatable")] = ()
     container: Annotated[str | None, Option(help="container image to run in")] = None
     python: Annotated[
@@ -56,7 +54,7 @@ class JobOptions:
     ] = None
     saves_of: Annotated[
         Path | None,
-        Option(help="run folder whose measured saves are used; default: --output_dir, where it holds a run"),
+        Option(help="run folder whose measured saves are used; default: --output_dir"),
     ] = None
     preflight: Annotated[
         bool, Option("--preflight", help="run `toolkit doctor` on every node first, and compare the nodes")

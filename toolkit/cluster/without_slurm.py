@@ -85,9 +85,7 @@ class KubernetesOptions:
     ] = ()
     namespace: Annotated[str | None, Option(help="namespace; default: that of kubectl's context")] = None
     resource: Annotated[Words, Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')] = ()
-    shm_gib: Annotated[
-        int, Option(help="size of /dev/shm, through which ranks of a node and data loaders exchange data")
-    ] = 16
+    shm_gib: Annotated[int, Option(help="size of /dev/shm")] = 16
     time_limit: Annotated[str | None, Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: none")] = None
     job_restarts: Annotated[int, Option(help="restarts of all pods after one was evicted, lost or failed")] = 3
     submit: Annotated[bool, Option("--submit", help="submit the objects with `kubectl apply`")] = False

@@ -58,7 +58,7 @@ class CompareOptions(ScriptOptions):
     training_arguments: TrainingArguments = ()
     stop_after_steps: Annotated[
         int | None,
-        typer.Option(help="with --script: stop each trial after this many steps; otherwise where the script ends"),
+        typer.Option(help="with --script: stop each trial after this many steps"),
     ] = None
     variant: Annotated[
         tuple[str, ...], typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
@@ -68,12 +68,12 @@ class CompareOptions(ScriptOptions):
     resume: Annotated[bool, typer.Option("--resume", help="resume the comparison where it stopped")] = False
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
-    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
+    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial that no speed counts")] = 2
     target_interval: Annotated[
         float | None,
         typer.Option(
-            help="stop a trial once its median step time is known to this fraction; default 0.01 on GPUs, 0.03 on a"
-            " CPU or with offload; 0 for never"
+            help="stop a trial once its median step is known to this fraction; default 0.01 on GPUs, 0.03 on a CPU or"
+            " with offload; 0: never"
         ),
     ] = None
     trial_minutes: Annotated[float | None, typer.Option(help="stop training after this long, as completed")] = None
@@ -86,7 +86,7 @@ class CompareOptions(ScriptOptions):
     gpu: Annotated[str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100")] = None
     find_max_batch: Annotated[
         int | None,
-        typer.Option(help="find the largest per-device batch size of each row up to this, and compare rows at theirs"),
+        typer.Option(help="find each row's largest per-GPU batch up to this, and compare rows at theirs"),
     ] = None
     profile: Annotated[
         bool, typer.Option("--profile", help="profile each row in one more run: communication, and a timeline")

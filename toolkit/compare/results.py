@@ -72,7 +72,7 @@ class Environment(Model):
     disk: Disk | None = None
     """The disk that the comparison was written to."""
     links: str | None = None
-    """How the GPUs are connected: the output of `nvidia-smi topo -m`; null where it is not available."""
+    """Output of `nvidia-smi topo -m`; null where it is not available."""
     memory_limit_bytes: Annotated[Bytes, Column(unit="bytes")] = None
     """Host memory that the container (cgroup) allows; null without a limit."""
     cpu_limit: NonNegativeReal | None = None
@@ -85,22 +85,22 @@ class ComparedJob(Model):
     """The fine-tuning job that every row trains."""
 
     script: str | None = None
-    """Script or module of somebody's own that every row trains with; null for the toolkit's."""
+    """Your own script or module; null for the toolkit's."""
     script_sha256: str | None = None
     """Digest of its file."""
     model: Shareable | None
-    """Hub id or folder of the model; null with a script of somebody's own, as the next."""
+    """Hub id or folder of the model; null with your own script."""
     dataset: Shareable | None
-    """Hub id or file of the data; several with `, ` between them."""
+    """Hub ids or files of the data, joined by `, `; null with your own script."""
     training_arguments: Annotated[tuple[Shareable, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
     """What followed `--`, with paths relative to the working directory or to `~`; each secret is `***`."""
     stop_after_steps: PositiveCount | None = None
-    """Steps after which each trial of somebody's own script was stopped; null: where it ends."""
+    """Steps after which each trial of your own script was stopped; null: where it ends."""
     untimed_steps: Count
     """Optimizer steps at the start that no speed counts."""
     seed: int | None
-    """Seed of data order and initialisation, the same for every row; of somebody's own script, as the next two, as its
-    Trainer had it in the baseline's first trial."""
+    """Random seed. For your own script this and the next two are as the Trainer had them in the baseline's first
+    trial."""
     per_device_train_batch_size: PositiveCount | None
     """Sequences per accumulation step and rank."""
     gradient_accumulation_steps: PositiveCount | None
@@ -121,8 +121,7 @@ class ComparisonMethod(Model):
     ratio_confidence: Share
     """Confidence level of each `ratio_interval` (0 to 1)."""
     target_interval: NonNegativeReal | None = None
-    """A trial ended early once half the 95 % confidence interval of its median step was within this fraction of the
-    median; null: all steps ran."""
+    """Fraction of the median step at which half its 95 % confidence interval ended a trial; null: all steps ran."""
     ranks_per_gpu: PositiveCount = 1
     """Ranks that shared each GPU; above 1 no speed is known."""
     scaling: Scaling | None = None
@@ -150,9 +149,9 @@ class Results(Model):
     method: ComparisonMethod
     """How the rows were measured and compared."""
     unfinished: bool = False
-    """True where the comparison had stopped before its last trial: rows and trials are of those that had finished."""
+    """True where the comparison had stopped before its last trial."""
     price_per_gpu_hour: NonNegativeReal | None = None
-    """Price of one GPU for an hour, as given; null if none was given."""
+    """Price of one GPU for an hour; null if none was given."""
 
     @property
     def on_cpu(self) -> bool:

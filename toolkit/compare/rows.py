@@ -84,8 +84,7 @@ class Failure(Model):
     kind: str
     """The status that the run ended with."""
     phase: str | None = None
-    """What the rank was doing: `load`, `forward`, `backward`, `step`, or another phase of
-    docs/reference/run-folder.md; null where no rank could report it."""
+    """The rank's phase, as in `failure.json`; null where no rank could report it."""
     step: Count | None = None
     """Optimizer steps completed before the failure."""
     rank: int | None = None
@@ -113,10 +112,9 @@ class FlopsPerToken(Model):
     """FLOPs of one token, by each common way of counting."""
 
     num_params: Count
-    """Parameters that are counted: all, embeddings included; of a mixture of experts, those that one token passes
-    through."""
+    """Parameters that are counted: all, or in a mixture of experts those that one token passes through."""
     seq_length: Count
-    """Length that attention is counted for: the mean of the timed steps' sequences, padding included."""
+    """Length of attention: the mean of the timed steps' sequences, padding included."""
     causal: Count
     """Forward and backward, with the half of the attention scores that a causal mask keeps."""
     full_attention: Count
@@ -191,27 +189,26 @@ class _Outcome(Model):
     world_size: Annotated[PositiveCount, Column("processes", fixed(0))]
     """Processes (ranks), one per GPU."""
     status: RowStatus
-    """How the trial ended, or `not_supported`: it cannot run on this node. Only `completed` rows have comparable
-    figures. A row is `completed` if all its repeats are."""
+    """How the trial ended, or `not_supported` on this node. A row is `completed`, and has comparable figures, if all
+    its repeats are."""
     message: str | None = None
-    """Why it did not complete, as the failing rank reported it, or why it is not supported; of a row that completed,
-    what suggests that it diverged."""
+    """Why it did not complete, or is not supported; of a completed row, what suggests that it diverged."""
     phase: Annotated[str | None, Column(in_csv=False)] = None
     """The phase in which it failed."""
     failure: Annotated[Failure | None, Column(in_csv=False)] = None
     """Why it did not complete, as facts; null where it completed."""
     parity: Literal["reference", "agrees", "parity failed"] | None = None
-    """Comparison with the baseline's training problem: `reference` (it is the baseline), `agrees` or `parity failed`;
-    null where it could not be checked, or where the row differs by design."""
+    """`reference` (it is the baseline), `agrees` or `parity failed`; null where it could not be checked, or the row
+    differs by design."""
     parity_message: str | None = None
-    """Both values and the tolerance where parity failed; what differs where it does so by design."""
+    """Both values and the tolerance where parity failed, or what differs by design."""
     tokens_per_second_per_gpu: Annotated[
         Measured, Column("tokens/s\nper {process}", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True)
     ] = None
     """`tokens_per_second` over `world_size`."""
     ratio_to_reference: Annotated[Measured, Column("ratio to\n{baseline}", fixed(3), is_speed=True)] = None
-    """Tokens per second without padding over the baseline's with the same `world_size`: rows with other batches pad the
-    same sequences otherwise. Null without a baseline, or where the row did not complete or failed parity."""
+    """Tokens per second without padding over the baseline's with the same `world_size`. Null without a baseline, or
+    where the row did not complete or failed parity."""
     num_params: Count | None = None
     """Parameters of the whole model."""
     num_trainable_params: Count | None = None
@@ -225,16 +222,14 @@ class _Outcome(Model):
     accumulated_gradient_bytes: Annotated[Bytes, Column(unit="bytes", repeats=Repeats.MIDDLE)] = None
     """Gradients of one rank between the accumulation steps of the first step, the maximum over ranks."""
     accumulate: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
-    """Gradients between accumulation steps, as the ranks attested them: `sharded` or `whole`; null where the first step
-    has one accumulation step."""
+    """Gradients between accumulation steps: `sharded` or `whole`; null with one accumulation step."""
     compute_dtype: Annotated[str | None, Column(repeats=Repeats.MIDDLE, in_csv=False)] = None
     """Dtype of the forward and backward passes."""
     layout: Annotated[str | None, Column("layout", repeats=Repeats.MIDDLE, only_if_known="layout")] = None
-    """Degrees of parallelism above 1, as the ranks read them back: `dp_shard 2 x tp 2`; null for data parallelism
-    alone."""
+    """Degrees of parallelism above 1: `dp_shard 2 x tp 2`; null for data parallelism alone."""
     kernels: Annotated[str | None, Column("kernels", repeats=Repeats.MIDDLE)] = None
-    """Fast paths that ran in the first step, those that are not as asked first: `attention eager for flash_attention_2;
-    optimizer_path fused`. Their costs are in the run's `attestation.json`."""
+    """Fast paths that ran in the first step, unexpected ones first: `attention eager for flash_attention_2;
+    optimizer_path fused`."""
     num_nodes: Annotated[PositiveCount | None, Column("nodes", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
     """Nodes that its ranks ran on, by their host names."""
     attestation_sha256: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
@@ -244,8 +239,7 @@ class _Outcome(Model):
     wall_seconds: Annotated[Measured, Column("wall s", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
     """From launch to exit: start-up, untimed steps and saving included."""
     goodput_fraction: Annotated[Fraction, Column("goodput", percent, repeats=Repeats.MEDIAN_OF_ALL)] = None
-    """Time of steps that were kept, without waiting, over the time while processes of the run existed (0 to 1); a short
-    trial is start-up for the most part."""
+    """Time of kept steps, without waiting, over the time while processes of the run existed (0 to 1)."""
     checkpoint_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
     """Training stood still for saves."""
     evaluation_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
@@ -349,13 +343,11 @@ class SideRunFigures(Model):
     """What a run that no speed counts adds to a row."""
 
     communication_fraction: Annotated[Measured, Column("communication", percent)] = None
-    """Time in collectives over the time of the profiled steps, mean over ranks (0 to 1); from a run that no speed
-    counts; null without `--profile`."""
+    """Share of the profiled steps spent in collectives, mean over ranks (0 to 1); null without `--profile`."""
     exposed_communication_fraction: Annotated[Measured, Column("of it exposed", percent)] = None
     """The part of `communication_fraction` during which nothing is computed."""
     save_seconds: Annotated[Measured, Column("save s", fixed(1), unit="s")] = None
-    """One complete checkpoint, to its manifest, in a run that no speed counts; null without `--measure-save`.
-    Clouds take a spot node back 30 to 120 s after notice."""
+    """Time of one complete checkpoint, manifest included; null without `--measure-save`."""
     save_bytes: Annotated[Bytes, Column("checkpoint GiB", GIB_UNIT.text, unit="bytes")] = None
     """Size of that checkpoint, files of all ranks."""
     timeline: Annotated[Timeline | None, Column(in_csv=False)] = None
@@ -371,14 +363,14 @@ class Row(SideRunFigures, Figures, _Outcome):
     repeats: Count = 0
     """Repeats that completed."""
     group: str | None = None
-    """What sets the row apart by design, such as `ddp_comm_hook int8`: its losses are not compared with the baseline's,
-    and it is ranked only within its group. Null: it trains the baseline's problem."""
+    """What sets the row apart by design, such as `ddp_comm_hook int8`: it is ranked only within its group, and its
+    losses are not compared. Null: it trains the baseline's problem."""
     per_device_train_batch_size: Annotated[
         PositiveCount | None, Column("per-GPU\nbatch", fixed(0), only_if_known="own_batch")
     ] = None
     """Sequences per accumulation step and rank in this row."""
     step_seconds_interval: Annotated[Interval | None, Column(unit="s", is_speed=True, in_csv=False)] = None
-    """95 % confidence interval `[low, high]` of `step_seconds_median` over repeats; null with fewer than two."""
+    """95 % confidence interval `[low, high]` of `step_seconds_median`; null with fewer than two repeats."""
     tokens_per_second_interval: Annotated[
         Interval | None,
         Column(
@@ -388,32 +380,31 @@ class Row(SideRunFigures, Figures, _Outcome):
             only_if_known="tokens_per_second_interval",
         ),
     ] = None
-    """95 % confidence interval `[low, high]` of `tokens_per_second` over repeats; null with fewer than two."""
+    """The same of `tokens_per_second`."""
     ratio_interval: Annotated[
         Interval | None,
         Column("its\ninterval", interval(lambda end: number(end, 3 if end < 100 else 0)), is_speed=True, in_csv=False),
     ] = None
-    """Confidence interval `[low, high]` of `ratio_to_reference`, at `method.ratio_confidence`; null with fewer than two
-    repeats of either."""
+    """Confidence interval of `ratio_to_reference` at `method.ratio_confidence`; null with fewer than two repeats of
+    either."""
     difference: Annotated[Difference | None, Column(is_speed=True)] = None
-    """`faster` or `slower` than the baseline where `ratio_interval` excludes 1, else `no difference seen`; `reference`
-    for the baseline itself; null without an interval."""
+    """`faster` or `slower` where `ratio_interval` excludes 1, else `no difference seen`; `reference` for the baseline;
+    null without an interval."""
     rank: Annotated[PositiveCount | None, Column("place\nby speed", fixed(0), is_speed=True)] = None
-    """Place by speed among the rows of its `world_size` and `group`, 1 the fastest; null unless intervals separate it
-    from every other."""
+    """Place by speed within its `world_size` and `group`, 1 the fastest; null unless intervals separate it from every
+    other row."""
     speed_up: Annotated[Measured, Column("speed-up", fixed(2), is_speed=True)] = None
-    """`tokens_per_second` over that of the same preset with the fewest processes; null where it ran with a single
-    number of processes."""
+    """`tokens_per_second` over the same preset's with the fewest processes; null with a single number of processes."""
     scaling_efficiency: Annotated[Measured, Column("of ideal", percent, is_speed=True)] = None
     """`speed_up` over the ratio of the numbers of processes; 1 is ideal."""
     planned_peak_bytes: Annotated[Bytes, Column("peak\nplanned\n{unit}", unit="bytes")] = None
-    """Peak of one rank that the planner predicts, as the GPU reports it: with CUDA context and fragmentation; null on a
-    CPU or without a plan."""
+    """Planned peak of one rank with CUDA context and fragmentation, as the GPU reports it; null on a CPU or without a
+    plan."""
     planned_allocated_bytes: Annotated[Bytes, Column(unit="bytes")] = None
-    """The part of it that the allocator holds at the peak: compare with `peak_allocated_bytes`; null without a plan."""
+    """The allocator's part of it, to compare with `peak_allocated_bytes`."""
     planned_gpu_parameter_bytes: Annotated[Bytes, Column("param. on\na GPU, plan\n{unit}", unit="bytes")] = None
-    """`parameter_bytes` that the planner gives for the same job and number of GPUs, in the preset's mixed precision: on
-    a CPU everything is in fp32, where DeepSpeed holds bf16 parameters and gradients on a GPU. Null without a plan."""
+    """Planned `parameter_bytes` on as many GPUs, in the preset's mixed precision (on a CPU everything is fp32); null
+    without a plan."""
     planned_gpu_gradient_bytes: Annotated[Bytes, Column("grad. on\na GPU, plan\n{unit}", unit="bytes")] = None
     """`gradient_bytes` in the same plan."""
     planned_gpu_optimizer_bytes: Annotated[Bytes, Column("optim. on\na GPU, plan\n{unit}", unit="bytes")] = None
@@ -421,8 +412,8 @@ class Row(SideRunFigures, Figures, _Outcome):
     flops_per_token: Annotated[FlopsPerToken | None, Column(in_csv=False)] = None
     """FLOPs of one token; null where the model's shape is unknown."""
     mfu: Annotated[Measured, Column("MFU", _tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
-    """Model FLOPs utilisation: `flops_per_token.causal` times `tokens_per_second_per_gpu`, padding included, over the
-    GPU's dense peak in the compute dtype (0 to 1); null on a CPU or an unlisted GPU."""
+    """Model FLOPs utilisation (0 to 1): `flops_per_token.causal` times `tokens_per_second_per_gpu` over the GPU's dense
+    peak in the compute dtype; null on a CPU or an unlisted GPU."""
     mfu_full_attention: Annotated[Measured, Column("MFU, full\nattention", _tenths_of_percent, is_speed=True)] = None
     """The same with `flops_per_token.full_attention`, as most published figures count."""
     hfu: Annotated[Measured, Column("HFU", _tenths_of_percent, is_speed=True)] = None
@@ -431,8 +422,7 @@ class Row(SideRunFigures, Figures, _Outcome):
         Measured,
         Column("cost per\n10⁶ tokens", "{:.3g}".format, is_speed=True, only_if_known="cost_per_million_tokens"),
     ] = None
-    """Price of a million non-padding tokens, in the currency of `price_per_gpu_hour`; null on a CPU or without a
-    price."""
+    """Price of a million non-padding tokens; null on a CPU or without `price_per_gpu_hour`."""
     probes: Annotated[tuple[Probe, ...] | None, Column(in_csv=False)] = None
     """Sizes that the search for the largest per-GPU batch tried, by size; null without `--find-max-batch`."""
 

@@ -43,11 +43,11 @@ def _is_below(value: float | None, normal: float | None) -> bool:
 
 
 @node_check(
-    "the driver does not answer; fewer GPUs than on the bus, or than `--gpus-per-node`; a note if a job sees only some",
+    "the driver does not answer, fewer GPUs than on the bus or in `--gpus-per-node`, or (a note) a job sees only some",
     f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
 )
 def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
-    """GPUs on the PCI bus, with the driver, listed to this process, and required by `--gpus-per-node`."""
+    """GPUs on the PCI bus, with the driver, and listed to this process."""
     pci, driver = len(node.pci_gpus), len(entries_of(Path("/proc/driver/nvidia/gpus")))
     listed, wanted = len(node.gpu_names), node.options.gpus_per_node
     outcome.measured = {"pci": pci, "driver": driver, "listed": listed, "names": node.gpu_names}
@@ -66,12 +66,12 @@ def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "any uncorrectable error since the driver was loaded; more than 4 in SRAM in its life, or a failed "
-    "remapping: replace the GPU; a pending one: reset it; ECC off or about to be",
+    "an uncorrectable error since the driver was loaded, more than 4 in SRAM in the GPU's life, a failed or pending "
+    "remapping, or ECC off",
     f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
 def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
-    """ECC mode, uncorrectable errors since the driver was loaded and in the GPU's life, remapped memory rows."""
+    """ECC mode, uncorrectable errors, remapped memory rows."""
     for gpu in node.gpus():
         add = partial(outcome.add, gpu=gpu)
         enabled, after_reboot = gpu.read("nvmlDeviceGetEccMode") or (None, None)
@@ -90,11 +90,11 @@ def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "an action other than none; the fabric is not initialised: CUDA fails with error 802",
+    "an action other than none, or a fabric that is not initialised (CUDA error 802)",
     f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
 )
 def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
-    """Recovery action that the driver asks for; NVSwitch fabric."""
+    """Recovery action that the driver asks for, NVSwitch fabric."""
     for gpu in node.gpus():
         action, (fabric, status) = gpu.recovery_action() or 0, gpu.fabric() or (0, 0)
         named, state = RECOVERY_ACTIONS.get(action, f"action {action}"), FABRIC_STATES.get(fabric, f"state {fabric}")
@@ -124,9 +124,7 @@ XID_ACTIONS = {
 XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 
-@node_check(
-    "by the catalog's action: a reset or reboot is an error, a restart of the job a warning, else a note", XID_CATALOG
-)
+@node_check("by the catalog: a reset or reboot is an error, a restart of the job a warning, else a note", XID_CATALOG)
 def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
     """Xid errors, which the driver writes into the kernel log, since boot."""
     log = output_of("dmesg") or output_of("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager")
@@ -146,13 +144,13 @@ def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "clocks reduced by the hardware: an error, by heat or the power limit: a warning; a power limit below "
-    "its default by more than 2 %; different GPUs; persistence mode off: limits are lost between jobs",
+    "clocks reduced by the hardware (an error), by heat or power, a power limit more than 2 % below its default, "
+    "different GPUs, persistence mode off",
     "https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
     f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
 )
 def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
-    """Reasons for which clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
+    """Why clocks are reduced now, temperature, power limits, highest clocks, persistence mode."""
     kinds = set()
     for gpu in node.gpus():
         add = partial(outcome.add, gpu=gpu)
@@ -192,11 +190,11 @@ def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "fewer lanes than the GPU has: a warning; a slot of an older generation: a note",
+    "fewer lanes than the GPU has, or (a note) an older slot",
     f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
 )
 def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
-    """PCIe lanes and generation; an idle GPU lowers its generation, so only the possible one counts."""
+    """PCIe lanes and the possible generation, which an idle GPU lowers."""
     for gpu in node.gpus():
         width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
         possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
@@ -210,13 +208,12 @@ def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a counter above 0; a link inactive; a pair without NVLink on GPUs that have it; a pair without peer "
-    "access: NCCL copies through host memory",
+    "a counter above 0, an inactive link, or a pair of GPUs without NVLink or peer access",
     f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )
 def gpu_links(node: NodeReadings, outcome: Outcome) -> None:
-    """NVLinks that are active, their error counters, and pairs of GPUs that read each other's memory."""
+    """Active NVLinks, their error counters, and pairs of GPUs that read each other's memory."""
     gpus, uses_nvlink = node.gpus(), False
     for gpu in gpus:
         states = [gpu.read("nvmlDeviceGetNvLinkState", link) for link in range(MAX_NVLINKS)]

@@ -90,11 +90,11 @@ def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    f"below 2 per rank, on a node with a GPU; a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
+    f"below 2 per rank on a node with a GPU, or a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
     f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
 )
 def cores(node: NodeReadings, outcome: Outcome) -> None:
-    """Cores that this process may use: affinity and the cgroup's quota; the load of the last minute."""
+    """Cores that this process may use (affinity, cgroup), and the load of the last minute."""
     usable, quota, ranks, load = len(os.sched_getaffinity(0)), limits.cpu_limit(), node.processes, os.getloadavg()[0]
     outcome.measured = {"installed": os.cpu_count(), "usable": usable, "quota": quota, "ranks": ranks, "load": load}
     available = min(usable, quota or usable)
@@ -107,7 +107,7 @@ def cores(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a GPU's NUMA node without a usable core; automatic balancing on with several nodes: a note",
+    "a GPU's NUMA node without a usable core, or (a note) automatic balancing with several nodes",
     "https://docs.kernel.org/admin-guide/sysctl/kernel.html#numa-balancing",
 )
 def numa(node: NodeReadings, outcome: Outcome) -> None:
@@ -129,7 +129,7 @@ def numa(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "less than the plan needs: an error; less available now: a warning; processes killed for memory: a note",
+    "less than the plan needs (an error), less available now (a warning), processes killed for memory (a note)",
     "`toolkit plan` (docs/concepts/plan.md), with the default batch",
 )
 def host_memory(node: NodeReadings, outcome: Outcome) -> None:
@@ -168,7 +168,9 @@ def clock(_: NodeReadings, outcome: Outcome) -> None:
 # -- Network
 
 
-@node_check("a port not active; an InfiniBand port slower than others", "https://docs.kernel.org/infiniband/sysfs.html")
+@node_check(
+    "a port not active, or an InfiniBand port slower than others", "https://docs.kernel.org/infiniband/sysfs.html"
+)
 def rdma(node: NodeReadings, outcome: Outcome) -> None:
     """Ports of InfiniBand, RoCE and EFA: state and rate."""
     if not node.rdma_ports:
@@ -186,7 +188,7 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "unresolved, or a loopback address: a warning with an RDMA port or in a job on several nodes, else a note",
+    "unresolved, or a loopback address (a note on one node without RDMA)",
     f"{ELASTIC} (`--local-addr`)",
 )
 def hostname(node: NodeReadings, outcome: Outcome) -> None:
@@ -245,7 +247,7 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "below 10 GiB; below 1 GiB, or not writable: an error",
+    "below 10 GiB (an error below 1 GiB, or if not writable)",
     f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
 )
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
@@ -262,7 +264,7 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "below 200 MiB/s: a checkpoint of an 8B model (96 GB in fp32: weights and Adam) takes 7.6 minutes",
+    "below 200 MiB/s: a checkpoint of an 8B model (96 GB) takes 7.6 minutes",
     f"{OWN_CHOICE}; measured as `toolkit train --nvme-path` does",
     long=True,
 )
@@ -288,11 +290,11 @@ def disk_speed(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "missing, for a preset that offloads to NVMe: an error; otherwise a note",
+    "missing (a note, unless a preset offloads to NVMe)",
     "docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
-    """libaio and DeepSpeed's async_io; with `--preset` or `--nvme-path` the disk: file system, direct I/O."""
+    """libaio and DeepSpeed's async_io, and the disk of `--nvme-path`: file system, direct I/O."""
     preset, path = node.preset, node.options.nvme_path
     uses_nvme = preset is not None and "nvme" in (preset.offload_optimizer, preset.offload_param)
     header, compiled = has_libaio_header(), all(compiled_ops().get(op) for op in cache.ASYNC_IO_OPS)
@@ -315,11 +317,11 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "no token: a note; a token that others can read; a cache in memory",
+    "a token that others can read, a cache in memory, or (a note) no token",
     "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
 )
 def hub(_: NodeReadings, outcome: Outcome) -> None:
-    """The hub's cache (place, kind of disk), its token (present or not; never read), offline mode."""
+    """The hub's cache (place, kind of disk), its token (present or not, never read), offline mode."""
     home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
     token = token_file()
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), None)
@@ -346,7 +348,7 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a CPU build on a node with GPUs; torch's major version above the driver's: an error; its minor: a note",
+    "a CPU build on a node with GPUs, or torch's major version above the driver's (its minor: a note)",
     "https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
 )
 def cuda(node: NodeReadings, outcome: Outcome) -> None:
@@ -364,7 +366,7 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "two packages; another library comes first",
+    "two packages, or another library first",
     "torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
 )
 def nccl(_: NodeReadings, outcome: Outcome) -> None:
@@ -394,7 +396,7 @@ def packages(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "no compiler or headers: an error; no ninja; an nvcc of another major version than torch's CUDA",
+    "no compiler or headers (an error), no ninja, or an nvcc of another major version than torch's CUDA",
     "DeepSpeed accepts other minor versions only: "
     "https://github.com/deepspeedai/DeepSpeed/blob/master/op_builder/builder.py (assert_no_cuda_mismatch)",
 )
@@ -413,8 +415,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not compiled: a note, since the first run compiles them; writable by others, or locked by a compilation that was"
-    " killed: an error",
+    "not compiled (a note: the first run compiles them), writable by others, or locked by a killed compilation",
     "docs/concepts/security.md",
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:

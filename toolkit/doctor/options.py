@@ -15,7 +15,7 @@ class DoctorOptions:
     """Options of `toolkit doctor`, by the names of their flags."""
 
     long: Annotated[
-        bool, Option("--long", help="also run NVIDIA's diagnostics and an all-reduce, and measure the disks: minutes")
+        bool, Option("--long", help="also NVIDIA's diagnostics, an all-reduce and the disks' speed: minutes")
     ] = False
     preset: Annotated[
         str | None, Option(help=f"check what this preset needs; {PRESET_HELP}; with MODEL also its host memory")

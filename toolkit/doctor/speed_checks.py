@@ -72,7 +72,7 @@ def dcgm(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "it fails or adds up wrongly; slower than the slow end of the planner's table",
+    "it fails, adds up wrongly, or is slower than the slow end of the planner's table",
     "`toolkit/plan/interconnect.py`; bus bandwidth as in "
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
     long=True,

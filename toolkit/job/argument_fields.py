@@ -58,8 +58,8 @@ class ModelArguments:
     trust_pickle: bool = _argument(False, "resume from a checkpoint whose pickles run code; only if you wrote it")
     attn_implementation: str | None = _argument(
         None,
-        "auto, sdpa_varlen (for packed rows, without a mask), sdpa, eager, flash_attention_2, ...; default: auto with"
-        " --packing, otherwise the model's",
+        "auto, sdpa_varlen (packed rows, no mask), sdpa, eager, flash_attention_2, ...; default: auto with --packing,"
+        " otherwise the model's",
     )
     lora_r: int | None = _argument(
         None, "train LoRA adapters of this rank; default: full", limits=Range(lowest=1, highest=2**16)
@@ -70,13 +70,13 @@ class ModelArguments:
     lora_config: Mapping[str, Any] | None = _mapping("any other `LoraConfig` field as key=value: use_dora=true, ...")
     loss: str = _argument(
         "auto",
-        "`chunked`: without the full logits, --loss_chunk_tokens at a time; `full`: transformers' own; default:"
-        " chunked where the model allows it, or Liger's with --use_liger_kernel",
+        "`chunked`: --loss_chunk_tokens at a time; `full`: transformers' own; default: chunked where the model allows"
+        " it, or Liger's with --use_liger_kernel",
         choices=("auto", "chunked", "full"),
     )
     loss_chunk_tokens: int = _argument(
         LOSS_CHUNK_TOKENS,
-        "tokens whose logits exist at a time with the chunked loss",
+        "tokens whose logits exist at a time",
         limits=Range(lowest=1, highest=2**27),
     )
     load_in_4bit: bool = _argument(False, "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r")
@@ -92,15 +92,13 @@ class ModelArguments:
     )
     global_batch_size: int | None = _argument(
         None,
-        "sequences of every optimizer step over all GPUs: the accumulation steps follow from it, so the batch stays"
-        " when the number of GPUs changes",
+        "sequences per optimizer step over all GPUs: accumulation steps follow from it",
         limits=Range(lowest=1, highest=2**40),
     )
     activation_checkpointing_offload: bool = _argument(False, "keep the checkpointed activations in host memory")
     ddp_comm_hook: str | None = _argument(
         None,
-        "compress gradients between ranks (DDP): `bf16`, `fp16`, `power_sgd`, `int8`, `top_k`; `allreduce` compresses"
-        " nothing",
+        "compress gradients between ranks (DDP): bf16, fp16, power_sgd, int8, top_k; allreduce compresses nothing",
         choices=COMM_HOOKS,
     )
     ddp_comm_hook_top_k_fraction: float = _argument(
@@ -111,7 +109,7 @@ class ModelArguments:
     pp: int | None = _argument(None, "pipeline parallelism: GPUs that hold different layers")
     pipeline_schedule: str | None = _argument(
         None,
-        "order in which the stages compute their micro-batches (--gradient_accumulation_steps of them); default: 1f1b",
+        "order of the stages' micro-batches (--gradient_accumulation_steps of them); default: 1f1b",
         choices=tuple(SCHEDULES),
     )
     pipeline_chunks: int | None = _argument(None, "stages per GPU of `interleaved_1f1b`; default: 2 there, otherwise 1")
@@ -122,16 +120,15 @@ class ModelArguments:
     dp_replicate: int | None = _argument(None, "replicas of the sharded model, under `hsdp_tp`; default: 2")
     accumulate: str | None = _argument(
         None,
-        "gradients between accumulation steps: `sharded` (reduced in each of them) or `whole` (on every GPU until the"
-        " last one, which sends less); default: as the preset shards them, so `sharded` under FSDP2",
+        "gradients between accumulation steps: `sharded`, or `whole` (sends less, takes more memory); default: the"
+        " preset's, `sharded` under FSDP2",
         choices=ACCUMULATE,
     )
     profile_steps: str | None = _argument(None, "profile optimizer steps A to B (`3:5`, inclusive); they are not timed")
     memory_snapshot: bool = _argument(False, "record CUDA's allocations, one file per rank for pytorch.org/memory_viz")
     async_save: bool = _argument(
         False,
-        "write checkpoints in the background while training continues (FSDP2, tensor and expert parallelism); takes"
-        " host memory for one copy of what is saved",
+        "write checkpoints while training continues, from a copy in host memory (FSDP2, tensor and expert parallelism)",
     )
     save_model: bool = _argument(True, "save the trained model in the output folder at the end")
     overwrite_output_dir: bool = _argument(False, "replace the run that is in the output folder, if any")
@@ -163,7 +160,7 @@ class DataArguments:
         (), "each data set's share of the rows of an epoch: `0.7 0.3`; default: every row once"
     )
     column: Mapping[str, Any] | None = _mapping(
-        "columns that hold the fields of a row's format: instruction=question output=answer, or output=answers.text.0"
+        "columns of a format's fields: instruction=question output=answer, or output=answers.text.0"
     )
     max_seq_length: int = _argument(
         MAX_SEQ_LENGTH,
@@ -172,8 +169,7 @@ class DataArguments:
     )
     loss_on: str | None = _argument(
         None,
-        "`assistant` (or completion) tokens only, or `all`; default: assistant for chat and prompt/completion data, all"
-        " for plain text",
+        "`assistant` (or completion) tokens, or `all`; default: assistant, for plain text all",
         choices=("assistant", "all"),
     )
     chat_template: str | None = _argument(None, "a Jinja file to use instead of the tokenizer's chat template")

@@ -33,7 +33,7 @@ class ScriptOptions:
 
     script: Annotated[
         str | None,
-        typer.Option(help="run a script of your own, unchanged, and observe it; what follows `--` is for it"),
+        typer.Option(help="run your own script, unchanged, and observe it; what follows `--` is for it"),
     ] = None
     module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
 
@@ -72,23 +72,23 @@ class TrainOptions(ScriptOptions):
     nvme_path: NvmePath = None
     hang_timeout_minutes: Annotated[
         float | None,
-        typer.Option(help="stop a run in which no rank makes progress for this long; default 20, 0 for never"),
+        typer.Option(help="stop a run without progress for this long; default 20, 0: never"),
     ] = None
     stop_minutes: Annotated[
-        float, typer.Option(help="after Ctrl-C or SIGTERM, wait this long for the checkpoint; 0 ends the run at once")
+        float, typer.Option(help="wait this long for the checkpoint after Ctrl-C or SIGTERM; 0: not at all")
     ] = 5.0
     output_dir: Annotated[
         Path | None, typer.Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
     ] = None
     allow: Annotated[
         tuple[str, ...],
-        typer.Option(help="with --script: train although this reading is not the preset's: master_dtype=bfloat16"),
+        typer.Option(help="with --script: accept this difference from the preset: master_dtype=bfloat16"),
     ] = ()
     resume: Annotated[
         bool, typer.Option("--resume", help="with --script: resume the run in --output-dir from its newest checkpoint")
     ] = False
     max_restarts: Annotated[
-        int, typer.Option(help="resume from the last checkpoint at most this often, after a rank was killed or hung")
+        int, typer.Option(help="restarts from the last checkpoint after a rank was killed or hung")
     ] = 0
 
     def __post_init__(self) -> None:

@@ -21,8 +21,8 @@ DEFAULT_GPUS_HELP = "by default all that are visible"
 CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
 
 GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...; by default this node's")]
-GpuMemory = Annotated[float | None, Option(help="memory of one GPU, if the table does not have it")]
-GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of one GPU, if the table does not have it")]
+GpuMemory = Annotated[float | None, Option(help="memory of a GPU that the table lacks")]
+GpuTflops = Annotated[float | None, Option(help="dense bf16 peak of a GPU that the table lacks")]
 SeqLength = Annotated[int, Option(help="tokens per sequence")]
 GpusPerNode = Annotated[int, Option(help="GPUs per node")]
 MethodName = Annotated[str, Option(help="sft, or as TRL trains it: dpo, kto, orpo, simpo, reward, grpo, rloo")]
@@ -47,11 +47,11 @@ class JobAndGpuOptions:
     optim: Annotated[str, Option(help="optimizer, by its name in the training arguments")] = DEFAULT_OPTIMIZER
     equal_lengths: Annotated[
         bool,
-        Option("--equal-lengths", help="all sequences have the full length: batches above one need no attention mask"),
+        Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),
     ] = False
     accumulate: Annotated[
         str | None,
-        Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: as the preset shards"),
+        Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: the preset's"),
     ] = None
     method: MethodName = "sft"
     beta: Annotated[float | None, Option(help="of the method; 0 leaves out the reference model of grpo and rloo")] = (
@@ -74,11 +74,9 @@ class JobAndGpuOptions:
     ] = False
     measured: Annotated[
         Path | None,
-        Option(help="run folder of the same model on GPUs of yours: its measured step calibrates the speeds"),
+        Option(help="run folder of this model on your GPUs: its step calibrates the speeds"),
     ] = None
-    dataset: Annotated[
-        Path | None, Option(help="a data file whose rows are counted, for the time and the cost to finish")
-    ] = None
+    dataset: Annotated[Path | None, Option(help="a data file, for the time and the cost to finish")] = None
     column: Annotated[tuple[str, ...], Option(help="as in training: instruction=question; repeatable")] = ()
     dataset_tokens: Annotated[int | None, Option(help="tokens of an epoch, instead of --dataset")] = None
     num_train_epochs: Annotated[float, Option(help="epochs of the data", min=0)] = 1.0
@@ -110,7 +108,7 @@ class PlanOptions(JobAndGpuOptions):
         bool | None,
         Option(
             CHECKPOINTING_FLAG,
-            help="recompute activations in the backward pass; by default where needed, and off with a given batch",
+            help="recompute activations in the backward pass; by default where needed",
             show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
         ),
     ] = None
@@ -124,7 +122,7 @@ class PlanOptions(JobAndGpuOptions):
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
     async_save: Annotated[
         bool,
-        Option("--async-save", help="checkpoints are written while training continues, from a copy in host memory"),
+        Option("--async-save", help="checkpoints are written during training, from a copy in host memory"),
     ] = False
     image_tokens: Annotated[int, Option(help="tokens of images among those of a sequence", min=0)] = 0
     freeze_vision_tower: Annotated[
@@ -132,7 +130,7 @@ class PlanOptions(JobAndGpuOptions):
     ] = False
     attn_implementation: Annotated[
         str | None,
-        Option(help="attention function of packed rows: auto (the default) makes no mask where the model allows it"),
+        Option(help="attention of packed rows; auto (the default): no mask where the model allows it"),
     ] = None
     loss: Annotated[
         str,
@@ -192,8 +190,7 @@ class PlanOptions(JobAndGpuOptions):
         bool | None,
         Option(
             "--gradient-as-bucket-view/--no-gradient-as-bucket-view",
-            help="ddp: gradients are views of DDP's buckets, as under `toolkit train`, and not a second copy; default:"
-            " for `sft` alone, since TRL's trainers keep both",
+            help="ddp: gradients are views of DDP's buckets, not a second copy; default: for `sft` alone",
             show_default=False,
         ),
     ] = None
@@ -209,10 +206,7 @@ class PlanOptions(JobAndGpuOptions):
     dp_replicate: Annotated[int | None, Option(help="replicas of the sharded model in a hybrid mesh")] = None
     config: Annotated[
         Path | None,
-        Option(
-            help="plan the job of this file: axolotl's, TRL's, LLaMA-Factory's, ms-swift's, or training arguments of"
-            " ours; flags on the command line win"
-        ),
+        Option(help="plan the job of this file: axolotl, TRL, LLaMA-Factory, ms-swift, or our arguments; flags win"),
     ] = None
     price_per_gpu_hour: Annotated[
         tuple[str, ...],
@@ -222,7 +216,7 @@ class PlanOptions(JobAndGpuOptions):
         ),
     ] = ()
     parts: Annotated[
-        bool, Option("--parts", help="what the memory is for, phase by phase: of the chosen preset, or of each named")
+        bool, Option("--parts", help="memory by part and phase, of the chosen preset or of each named")
     ] = False
     verify: Annotated[
         bool, Option("--verify", help="rehearse rank 0 of each plan, and compare the two part by part")
@@ -243,11 +237,9 @@ class RecommendOptions(JobAndGpuOptions):
     network_gb_per_second: Annotated[
         float | None, Option(help="network bandwidth of a node, all cards, one direction")
     ] = None
-    nvme_gb_per_second: Annotated[float | None, Option(help="bandwidth of a node's local NVMe disk, if it has one")] = (
-        None
-    )
+    nvme_gb_per_second: Annotated[float | None, Option(help="bandwidth of a node's local NVMe disk")] = None
     gpu_link_gb_per_second: Annotated[
-        float | None, Option(help="GPU-to-GPU bandwidth, one direction, if the table does not have it")
+        float | None, Option(help="GPU-to-GPU bandwidth, one direction, of a GPU that the table lacks")
     ] = None
     show_all: Annotated[bool, Option("--all", help="show every alternative and every rejected preset")] = False
     scaling: Annotated[bool, Option("--scaling", help="also show the scaling curve to 1,024 GPUs")] = False

@@ -83,8 +83,7 @@ class Figures(Model):
     )
     """Like `tokens_per_second`, counting only tokens that the loss counts."""
     tokens_per_cpu_second: Annotated[Measured, _tokens_per("tokens per\nCPU-second", Repeats.GEOMETRIC_MEAN)] = None
-    """Tokens of the timed steps over the CPU time that all ranks spent in them; steadier than wall time on a shared
-    node."""
+    """Tokens of the timed steps over all ranks' CPU time in them; steadier than wall time on a shared node."""
     padding_fraction: Annotated[Fraction, Column("padding", percent, repeats=Repeats.MIDDLE)] = None
     """Padding tokens over all tokens of the timed steps (0 to 1)."""
     timed_steps: Annotated[Count, Column("timed\nsteps", fixed(0))] = 0
@@ -96,10 +95,10 @@ class Figures(Model):
     step_seconds_p90: Annotated[Measured, _step("step\np90 s")] = None
     """90th percentile of the timed steps."""
     rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
-    """Time that the slowest rank works on its own (data loading, first forward, optimizer) over that of the median
-    rank, median over the timed steps; 1 where no rank delays the others."""
+    """Own work (data loading, first forward, optimizer) of the slowest rank over the median rank's, median over the
+    timed steps; 1 where no rank delays the others."""
     ranks_per_gpu: Annotated[Count | None, Column(repeats=Repeats.MIDDLE)] = None
-    """Ranks that shared each GPU: the run has no speeds then; null where each rank had a GPU of its own."""
+    """Ranks that shared each GPU, which leaves the run without speeds; null where each had its own."""
     peak_allocated_bytes: Annotated[Bytes, _peak("peak\nallocated\n{unit}")] = None
     """Peak of the CUDA allocator on the largest rank; null on a CPU."""
     peak_reserved_bytes: Annotated[Bytes, _peak("peak\nreserved\n{unit}")] = None
@@ -107,26 +106,24 @@ class Figures(Model):
     peak_host_bytes: Annotated[Bytes, _peak("peak\nRSS\n{unit}")] = None
     """Peak resident host memory (RSS) of the largest rank, libraries included."""
     peak_rank: Annotated[Count | None, Column("on\nrank", fixed(0))] = None
-    """The rank with the highest allocated peak, on a CPU with the highest resident memory."""
+    """The rank with the highest allocated peak (on a CPU: resident memory)."""
     peak_driver_bytes: Annotated[Bytes, _peak("peak\ndriver\n{unit}", Repeats.LARGEST_OF_ALL)] = None
-    """Highest memory of one rank's process that the driver reported, context and libraries included (NVML, sampled once
-    per second); null where NVML cannot tell."""
+    """Highest memory of one rank's process by the driver (NVML, once per second), context and libraries included; null
+    where NVML cannot tell."""
     allocator_retries: Annotated[Count | None, Column("re-\ntries", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
-    """Times that the CUDA allocator of one rank had to free its cache and retry, the maximum over ranks; null on a
-    CPU."""
+    """Times that the CUDA allocator freed its cache and retried, the maximum over ranks; null on a CPU."""
     memory_by_phase: Annotated[MemoryByPhase | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Bytes of one rank after each phase of its first step."""
     energy_joules: Annotated[
         Measured, Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL)
     ] = None
-    """Energy of all ranks' GPUs over the timed steps, as NVML reports it (mean power between readings times
-    `timed_seconds`); null where it cannot."""
+    """Energy of all GPUs over the timed steps (NVML: mean power times `timed_seconds`); null where NVML cannot tell."""
     throttle_reasons: Annotated[tuple[str, ...] | None, _document(Repeats.UNION_OF_ALL)] = None
     """Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell."""
     recompilations_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
-    """Graphs that one rank compiled in its timed steps, the maximum over ranks; null without `--torch_compile`."""
+    """Graphs compiled in the timed steps, the maximum over ranks; null without `--torch_compile`."""
     graph_breaks_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
-    """Graph breaks that one rank counted in its timed steps, the maximum over ranks; null without `--torch_compile`."""
+    """Graph breaks in the timed steps, the maximum over ranks; null without `--torch_compile`."""
     first_loss: Annotated[Number, Column(repeats=Repeats.MIDDLE)] = None
     """Loss of the first step."""
     last_loss: Annotated[Number, Column("last\nloss", fixed(4), repeats=Repeats.MIDDLE)] = None

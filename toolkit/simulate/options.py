@@ -87,7 +87,7 @@ class FailureOptions:
     gpus: Annotated[int, Option(help="GPUs of the job, without spares")]
     gpus_per_node: plan.GpusPerNode = 8
     failures_per_1000_node_days: Annotated[
-        float, Option(help="failures of 1,000 nodes in a day; the default is that of Meta's RSC-1 (arXiv 2410.21680)")
+        float, Option(help="failures of 1,000 nodes in a day; default: Meta's RSC-1 (arXiv 2410.21680)")
     ] = 6.5
     checkpoint_seconds: Annotated[
         float | None,
@@ -98,9 +98,7 @@ class FailureOptions:
     ] = None
     checkpoint_interval_minutes: Annotated[float | None, Option(help="between two saves; by default the best")] = None
     restart_minutes: Annotated[float, Option(help="from the replacement of a node to the first new step")] = 5.0
-    detection_minutes: Annotated[
-        float, Option(help="from a failure until the job is stopped; torch waits 10 minutes for a collective")
-    ] = 0.0
+    detection_minutes: Annotated[float, Option(help="from a failure until the job is stopped")] = 0.0
     spare_nodes: Annotated[int | None, Option(help="nodes that wait for a failure; by default always one")] = None
     repair_hours: Annotated[float | None, Option(help="with --spare-nodes: from failure until spare again")] = None
     days: Annotated[float, Option(help="length of the job")] = 365.0
