@@ -77,3 +77,12 @@ def test_what_may_differ_between_ranks_is_not_compared(mode: str, tmp_path: Path
     steps = [3, 4] if mode == "plain_saves" else [4]
     checks = [{"step": step, "replicas": "equal"} for step in steps]
     assert read(tmp_path / "run" / "run.json")["replica_checks"] == checks
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_layer_that_no_loss_uses_is_no_deviation_under_deepspeed(tmp_path: Path) -> None:
+    """ZeRO-1 keeps no gradient for it."""
+    ended = observed("plain_saves", tmp_path, preset="zero1")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "verified: zero1" in ended.stdout
