@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.convert.programs import FOREIGN, program_of, program_schemas, reader_of
+from toolkit.convert.programs import A_SCRIPT, FOREIGN, TOOLKIT, program_of, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -83,7 +85,8 @@ class Document:
     parts: tuple[Document, ...] = ()  # the arguments of each launch in a script, and the files that it writes
     call: LauncherCall | None = None  # the launch that these are the arguments of
     program: str | None = None  # who reads these Trainer arguments; None where the file does not say
-    named_by: Document | None = None  # the file that names this DeepSpeed JSON
+    named_by: Document | None = None  # the file or the launch that names this DeepSpeed JSON or accelerate YAML
+    source: str = ""  # of the script that a launch starts, and of the Python files beside it, where they are here
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
@@ -112,6 +115,25 @@ class Document:
     def is_complete(self) -> bool:
         """False for a command line on which a variable may stand for more arguments."""
         return self.call is None or self.call.is_complete
+
+    def is_declared(self, name: str) -> bool:
+        """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.
+
+        For a file, the Python files of its project are looked at: one of them may read it.
+        """
+        source = self.source if self.call is not None else project_source(Path(self.path).absolute().parent)
+        option, types = (
+            re.escape(name).replace("_", "[-_]"),
+            "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict",
+        )
+        pattern = rf"[\"']--{option}[\"']|^[ \t]+{re.escape(name)}[ \t]*:[ \t]*(?:\w+\.)?(?:{types})\b"
+        return re.search(pattern, source, re.MULTILINE) is not None
+
+    @property
+    def has_trl_parser(self) -> bool:
+        """Return True where the script, or the project, uses TRL's parser and ModelConfig, which refuse other names."""
+        source = self.source or project_source(Path(self.path).absolute().parent)
+        return "TrlParser(" in source and "ModelConfig" in source
 
     @property
     def linted(self) -> list[Document]:
@@ -182,7 +204,8 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
-    program = reader_of(data, script=call.script or "")
+    source = source_of(call.script or "", document.path)
+    program = reader_of(data, script=call.script or "") or _reader_in(source, data)
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     config = find_named(call.options.get("config-file") or "", document.path)
     launch_config = None
@@ -196,16 +219,62 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
         )
         for name, (_, line) in call.arguments.items()
     }
-    return Document(
+    part = Document(
         path=document.path,
         text=document.text,
         kind=TRAINER if is_trainer else None,
         data=data,
         positions=places,
-        launch_config=launch_config if launch_config and launch_config.kind == ACCELERATE else None,
         call=call,
         program=program,
+        source=source,
     )
+    if launch_config is None or launch_config.kind != ACCELERATE:
+        return part
+    return replace(part, launch_config=replace(launch_config, named_by=part))
+
+
+# -- the Python files that read arguments
+
+MAX_SOURCES, MAX_SOURCE_BYTES = 200, 200_000
+
+
+def source_of(script: str, path: str) -> str:
+    """Return the text of a script and of the Python files beside it; empty where it is not here."""
+    name = re.sub(r"^\$\{?\w+\}?/", "", script)
+    file = find_named(name if name.endswith(".py") else f"{name.replace('.', '/')}.py", path) if name else None
+    return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
+
+
+@functools.lru_cache(maxsize=64)
+def project_source(folder: Path) -> str:
+    """Return the text of the Python files of the project that a folder, or one at most four up, is the root of."""
+    marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
+    around = [each for each in (folder, *folder.parents)[:5] if each.parent != each and each != Path.home()]
+    root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
+    files: list[Path] = []
+    is_ours = root == Path(__file__).parents[2]  # no file of a user is read by this toolkit's own modules
+    for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES) if root and not is_ours else ():
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "site-packages"]
+        files += [Path(place, name) for name in names if name.endswith(".py")]
+    return _texts(files)
+
+
+def _texts(files: Sequence[Path]) -> str:
+    texts = []
+    for file in files[:MAX_SOURCES]:
+        with contextlib.suppress(OSError):
+            texts.append(file.read_bytes()[:MAX_SOURCE_BYTES].decode(errors="replace"))
+    return "\n".join(texts)
+
+
+def _reader_in(source: str, data: dict[str, Any]) -> str | None:
+    """Return who reads a script's arguments, as its source says it; None where that says nothing."""
+    if re.search(r"\b(?:Hf|Trl|H4)ArgumentParser\b", source):
+        takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
+        is_plain = re.search(r"\bTrainingArguments\b", source) and data.keys() & TRAINER_EVIDENCE
+        return None if takes_others or not is_plain else "transformers"
+    return A_SCRIPT if re.search(r"\bArgumentParser\(|\btyper\.|\bfire\.Fire\(|@click\.", source) else None
 
 
 @functools.cache
@@ -397,7 +466,7 @@ def find_named(named: str, path: str) -> Path | None:
 
 # -- who reads Trainer arguments
 
-OUR_PROGRAMS = ("transformers", "trl")  # whose installed or pinned versions the rules know
+OUR_PROGRAMS = ("transformers", "trl", TOOLKIT)  # whose installed or pinned versions the rules know
 # Keys that hardly any script has unless it reads TrainingArguments.
 TRAINER_EVIDENCE = {
     *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
@@ -414,7 +483,7 @@ TRAINER_EVIDENCE = {
 FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for name in (key, f"fsdp_{key}")}
 # Keys of other programs' formats that share key names with `TrainingArguments`.
 FOREIGN_KEYS = {"base_model", "snr_results"}
-PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", "llama-factory", "ms-swift"), TRAINER)}
+PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
@@ -444,6 +513,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
             return kind
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
         return None
+    if reader_of(data) == TOOLKIT:
+        return TRAINER
     program = program_of(data)
     if program is not None or keys & FOREIGN_KEYS:
         return PROGRAM_KINDS.get(str(program))

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class LauncherCall:
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)  # name -> value (None: a flag) and line
     words: tuple[str, ...] = ()  # of the arguments
     is_complete: bool = True  # False where a variable may stand for more words
+    before: str = ""  # the words of its command in front of it: srun's options, for one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +168,11 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             )
             inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
             words = list(itertools.islice(_words(inner, found.end(), variables), MAX_WORDS))
-            yield _read_call(
-                tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
+            yield replace(
+                _read_call(
+                    tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
+                ),
+                before=command[: found.start()],
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.lint.document import DEEPSPEED, Document
-from toolkit.lint.findings import LintRule, Match, rule
+from toolkit.lint.findings import NOTE, LintRule, Match, rule
 from toolkit.lint.rules import settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
@@ -73,6 +73,7 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 key = _key(doc, case["at"])
                 message = case["message"].replace("{value}", shorten(doc.get(key)))
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
+                level = NOTE if table.get("with_trainer") and settings.trainer_of(doc) is None else level
                 remove, value = case.get("remove", False), None if level else case.get("value")
                 yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
 

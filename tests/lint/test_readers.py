@@ -1,0 +1,209 @@
+"""Who reads a file decides what lint says of it: the script's own dataclass or parser, its project, or nobody known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.lint.check import fixed_text, lint_paths
+from toolkit.lint.findings import Finding
+
+COMMAND = "torchrun train.py --model_name_or_path a/b --output_dir out --bf16 --warmup_ratio 0.1\n"
+HF = "from transformers import HfArgumentParser, TrainingArguments\nHfArgumentParser((Mine, TrainingArguments))\n"
+TRL_SCRIPT = "from trl import ModelConfig, TrlParser\nTrlParser((Mine, SFTConfig, ModelConfig))\n"
+TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nmax_length: 512\noutput_dir: out\nreport_to: none\n"
+OF_A_SCRIPT = f"{TRL}my_prompts: x\nmore_of_mine: y\ntorch_dtype: bfloat16\nwarmup_ratio: 0.1\n"
+ACCELERATE = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: {}\n  fsdp_{}: {}\n"
+
+
+def lint(folder: Path, **files: str) -> list[Finding]:
+    """Lint the first of some files, named with `__` in the place of the dot; the others lie beside it."""
+    paths = [folder / name.replace("__", ".") for name in files]
+    for path, text in zip(paths, files.values(), strict=True):
+        path.write_text(text)
+    return lint_paths(paths[:1]).findings
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.key: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("source", "level"),
+    [
+        (HF, "error"),  # the library's own dataclass gets it
+        (f"{HF}class Mine(TrainingArguments):\n    warmup_ratio: float = 0.1\n", None),
+        (f"{HF}HfArgumentParser(Mine).parse_args_into_dataclasses(return_remaining_strings=True)\n", "warning"),
+        ("p = argparse.ArgumentParser()\np.add_argument('--warmup-ratio', type=float)\n", None),
+        ("p = argparse.ArgumentParser()\nadd_all(p)\n", None),  # a parser of its own
+        ("", "warning"),  # nothing says who reads it
+    ],
+)
+def test_an_argument_that_the_script_declares_is_no_error(source: str, level: str | None, tmp_path: Path) -> None:
+    findings = lint(tmp_path, run__sh=COMMAND, train__py=source)
+    assert levels(findings).get("warmup_ratio") == level
+
+
+def test_a_dataclass_beside_the_script_counts_too(tmp_path: Path) -> None:
+    own = "@dataclass\nclass Mine:\n    warmup_ratio: Optional[float] = None\n"
+    assert "warmup_ratio" not in levels(lint(tmp_path, run__sh=COMMAND, train__py=HF, arguments__py=own))
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "expected"),
+    [
+        (f"{TRL}warmup_ratio: 0.1\n", "", {"warmup_ratio": "error"}),  # a file that TRL's commands read
+        (f"{TRL}warmup_ratio: 0.1\n", "class A:\n    warmup_ratio: float = 0\n", {"warmup_ratio": "note"}),
+        (OF_A_SCRIPT, "", {"warmup_ratio": "warning", "torch_dtype": "note"}),
+        (OF_A_SCRIPT, TRL_SCRIPT, {"warmup_ratio": "warning", "torch_dtype": "warning"}),
+        (OF_A_SCRIPT, f"{TRL_SCRIPT}class Mine:\n    torch_dtype: str = 'auto'\n", {"torch_dtype": None}),
+        # without a model, which its command may name
+        ("dataset_name: c/d\nuse_peft: true\nmax_length: 5\noutput_dir: out\ntorch_dtype: auto\n", "",
+         {"torch_dtype": "warning"}),
+        ("dataset_name: c/d\nuse_peft: true\nmy_words: 5\noutput_dir: out\ntorch_dtype: auto\n", "",
+         {"torch_dtype": None}),
+    ],
+)  # fmt: skip
+def test_the_project_of_a_file_says_who_reads_it(
+    text: str, source: str, expected: dict[str, str | None], tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").write_text("trl\n")
+    found = levels(lint(tmp_path, a__yaml=text, train__py=source))
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ("warmup_ratio: 0.03", "`warmup_steps: 0.03`, a fraction of all steps"),
+        ("warmup_ratio: 0.03\nwarmup_steps: 100", "remove it"),
+        ("group_by_length: false", "remove it"),  # its present name would turn it on
+        ("adafactor: false", "remove it"),
+        ("dispatch_batches: false", "`accelerator_config: {dispatch_batches: ...}`"),  # None there is no False
+    ],
+)
+def test_what_replaces_a_removed_argument_does_the_same(settings: str, fix: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{TRL}{settings}\n")
+    key = settings.partition(":")[0]
+    assert [each.fix for each in lint_paths([file]).findings if each.key == key] == [fix]
+    text = fixed_text(file)
+    assert (key in text) == (fix != "remove it" or "warmup" in fix or "steps" in settings)
+
+
+# -- words of FSDP
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "value", "fix"),
+    [
+        (1, "backward_prefetch", "no_prefetch", None),
+        (1, "backward_prefetch", "NONE", "`NO_PREFETCH`"),  # torch's BackwardPrefetch has no such member
+        (2, "backward_prefetch", "None", "`NO_PREFETCH`"),  # version 2 reads the word before it drops it
+        (1, "backward_prefetch", "AUTO", "one of these"),
+        (1, "sharding_strategy", "hybrid_shard_zero2", None),
+        (1, "sharding_strategy", "_HYBRID_SHARD_ZERO2", None),
+        (1, "sharding_strategy", "5", None),
+    ],
+)
+def test_words_of_fsdp_are_folded_as_accelerate_folds_them(
+    version: int, name: str, value: str, fix: str | None, tmp_path: Path
+) -> None:
+    findings = lint(tmp_path, a__yaml=ACCELERATE.format(version, name, value))
+    assert [each.fix for each in findings if each.rule == "unknown-word"] == ([fix] if fix else [])
+
+
+def test_a_strategy_of_fsdp1_is_the_same_by_its_number_and_its_names(tmp_path: Path) -> None:
+    text = ACCELERATE.format(1, "sharding_strategy", "5") + "  fsdp_reshard_after_forward: hybrid_shard_zero2\n"
+    assert "fsdp1-reshard-ignored" not in {each.rule for each in lint(tmp_path, a__yaml=text)}
+
+
+def test_a_block_that_is_not_in_effect_has_no_wrong_word(tmp_path: Path) -> None:
+    text = ACCELERATE.format(1, "backward_prefetch", "NONE").replace(": FSDP", ": MULTI_GPU")
+    assert [each.level for each in lint(tmp_path, a__yaml=text)] == ["warning"]  # the block
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "expected"),
+    [
+        ("HYBRID_SHARD_ZERO2 auto_wrap", 1, "warning"),  # folded, and then FULL_SHARD all the same
+        ("hybrid_shard_zero2", 2, "error"),
+        ("_hybrid_shard_zero2", 1, "error"),
+        ("FULL_SHARD", 2, "error"),
+        ("full_shard auto_wrap", 2, "note"),
+    ],
+)
+def test_words_of_the_trainers_fsdp(words: str, version: int, expected: str, tmp_path: Path) -> None:
+    text = f"output_dir: out\nbf16: true\nreport_to: none\nfsdp: {words}\nfsdp_config: {{version: {version}}}\n"
+    assert expected in {each.level for each in lint(tmp_path, a__yaml=text) if each.key == "fsdp"}
+
+
+# -- nodes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#SBATCH --nodes=2\nsrun --nodes=1 --ntasks=1 torchrun --nproc_per_node 8 a.py &\n"
+        "srun -N 1 -n 1 torchrun --nproc_per_node 8 b.py &\nwait\n",
+        "#SBATCH --nodes=1\nhead=$(hostname || echo localhost)\n"
+        "srun torchrun --nnodes $SLURM_NNODES --rdzv_backend c10d a.py\n",
+        "#SBATCH --gres=gpu:8\nsrun accelerate launch --num_machines $SLURM_NNODES --main_process_ip $A x.py\n",
+    ],
+)
+def test_a_launcher_on_one_node_has_no_finding_about_several(text: str, tmp_path: Path) -> None:
+    assert [each.rule for each in lint(tmp_path, a__sbatch=text) if each.level != "note"] == []
+
+
+# -- a JSON and the arguments that it is used with
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {"optimizer": "note", "gradient_clipping": "note", "scheduler": "note"}),  # nobody is known to read it
+        ("output_dir: out\nbf16: true\nlr_scheduler_type: cosine\noptim: adamw_torch\nmax_grad_norm: 1.0\n",
+         {"scheduler": "warning", "optimizer": "note", "gradient_clipping": "warning"}),
+        ("output_dir: out\nbf16: true\nlr_scheduler_type: constant_with_warmup\nmax_grad_norm: 0.5\n",
+         {"scheduler": "note", "optimizer": "note", "gradient_clipping": None}),
+        ("output_dir: out\nbf16: true\n", {"gradient_clipping": "warning"}),  # the Trainer's default is another
+    ],
+)  # fmt: skip
+def test_what_a_json_does_to_its_arguments_is_a_warning_where_these_are_known(
+    arguments: str, expected: dict[str, str | None], tmp_path: Path
+) -> None:
+    settings = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "ds.json").write_text(json.dumps({**settings, "scheduler": {"type": "WarmupLR", "params": {}}}))
+    (tmp_path / "a.yaml").write_text(f"{arguments}deepspeed: ds.json\n")
+    findings = lint_paths([tmp_path / ("a.yaml" if arguments else "ds.json")]).findings
+    found = {each.key: each.level for each in findings if each.rule in ("not-auto", "optimizer-of-json")}
+    assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("source", "level"), [(HF, "warning"), ("", "note")])
+def test_a_sharded_save_is_a_warning_where_a_trainer_saves(source: str, level: str, tmp_path: Path) -> None:
+    config = ACCELERATE.format(2, "state_dict_type", "SHARDED_STATE_DICT")
+    command = COMMAND.replace("torchrun", "accelerate launch --config_file fsdp.yaml")
+    findings = lint(tmp_path, run__sh=command, fsdp__yaml=config, train__py=source)
+    assert [each.level for each in findings if each.rule == "sharded-final-save"] == [level]
+
+
+# -- files of other programs, and of this one
+
+
+def test_a_file_of_open_instruct_says_what_was_not_checked(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "model_name_or_path: a/b\ndataset_mixer_list: [a, 1.0]\nuse_slow_tokenizer: true\nwarmup_ratio: 0.1\n"
+    )
+    result = lint_paths([file])
+    assert [each.level for each in result.findings if each.level != "note"] == []
+    assert result.not_checked == [f"{file}: 4 arguments of a script with dataclasses of its own not checked"]
+
+
+def test_a_job_file_of_this_toolkit_is_known(tmp_path: Path) -> None:
+    text = "model_name_or_path: a/b\ndataset: rows.jsonl\ncolumn: {instruction: question, output: answer}\n"
+    assert lint(tmp_path, a__yaml=text) == []
+    assert levels(lint(tmp_path, a__yaml=f"{text}eval_strategy: step\n")) == {"eval_strategy": "error"}
