@@ -86,10 +86,10 @@ EXPECTED = {
     "c86_words_of_arguments.yaml": " ".join(f"unknown-word:{line}" for line in range(3, 8)),
     "c87_words_of_accelerate.yaml": "unknown-word:2 unknown-word:3",
     "c88_words_of_fsdp.yaml": " ".join(f"unknown-word:{line}" for line in range(6, 10)),
-    "c90_ds_shapes.json": "not-auto:4 stage-3-without-gather wrong-deepspeed-type:2 unknown-word:3 wrong-deepspeed-type:3"
-    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:4",
+    "c90_ds_shapes.json": "not-auto:4 stage-3-without-gather wrong-deepspeed-type:2 unknown-word:3"
+    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:4",
     "c93_grad_ckpt_both.yaml": "checkpointing-twice:3",
-    "c94_ds_zero_int.json": "not-auto:1 wrong-deepspeed-type:1",
+    "c94_ds_zero_int.json": "not-auto:1 not-auto:1 wrong-deepspeed-type:1",
     "c98_crlf.yaml": "unquoted-no:3",
     "zero3_bf16.json": "sub-group-size-zero:6 max-live-parameters-zero:10 not-auto:15",
 }

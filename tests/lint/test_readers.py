@@ -207,3 +207,62 @@ def test_a_job_file_of_this_toolkit_is_known(tmp_path: Path) -> None:
     text = "model_name_or_path: a/b\ndataset: rows.jsonl\ncolumn: {instruction: question, output: answer}\n"
     assert lint(tmp_path, a__yaml=text) == []
     assert levels(lint(tmp_path, a__yaml=f"{text}eval_strategy: step\n")) == {"eval_strategy": "error"}
+
+
+# -- kinds that a second look at public files showed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wandb_version: 1\nlearning_rate: {desc: null, value: 0.1}\nsave_steps: {desc: null, value: 5}\n",
+        '{"log_history": [], "max_steps": 10, "num_train_epochs": 3, "save_steps": 5}',
+    ],
+)
+def test_what_a_run_has_left_is_no_configuration(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert lint_paths([tmp_path], skips_others=True).findings == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ['LR=""\n[[ -n "$1" ]] && LR="$1"\n', 'LR=0\ncase "$1" in\na) LR=1e-5 ;;\nesac\n', 'LR=""; read LR; LR=$LR\n'],
+)
+def test_a_variable_that_is_set_elsewhere_on_a_line_is_not_known(lines: str, tmp_path: Path) -> None:
+    script = f"{lines}torchrun train.py --output_dir out --bf16 --report_to none --learning_rate $LR --seed 1\n"
+    assert [each.key for each in lint(tmp_path, run__sh=script) if each.level != "note"] == []
+
+
+def test_a_script_is_found_in_another_folder_of_its_project(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "src" / "tune").mkdir(parents=True)
+    (tmp_path / "src" / "tune" / "sft.py").write_text(
+        "p = argparse.ArgumentParser()\np.add_argument('--warmup_ratio')\n"
+    )
+    command = COMMAND.replace("train.py", "-m tune.sft")
+    assert "warmup_ratio" not in levels(lint(tmp_path, run__sh=command))
+
+
+def test_a_parser_that_drops_what_it_does_not_know_refuses_nothing(tmp_path: Path) -> None:
+    findings = lint(tmp_path, run__sh=COMMAND, train__py="H4ArgumentParser((Mine, TrainingArguments)).parse()\n")
+    assert [each.level for each in findings if each.level != "note"] == []
+
+
+def test_the_beginning_of_an_option_is_taken_for_it_on_a_command_line(tmp_path: Path) -> None:
+    command = COMMAND.replace("--warmup_ratio 0.1", "--gradient_accumulation_step 4 --save_total 2")
+    assert levels(lint(tmp_path, run__sh=command, train__py=HF)) == {}
+
+
+@pytest.mark.parametrize(("second", "keys"), [("false", []), ("true", ["do_eval"])])
+def test_a_key_that_repeats_its_value_is_harmless(second: str, keys: list[str], tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__yaml=f"{TRL}do_eval: false\nseed: 1\ndo_eval: {second}\n")
+    assert [each.key for each in findings if each.rule == "duplicate-key"] == keys
+
+
+@pytest.mark.parametrize(("settings", "count"), [({"profile": False}, 0), ({"partition_activations": True}, 1)])
+def test_an_unread_block_matters_where_it_turns_something_on(
+    settings: dict[str, bool], count: int, tmp_path: Path
+) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "activation_checkpointing": settings})
+    assert sum(each.rule == "checkpointing-block-unread" for each in lint(tmp_path, ds__json=text)) == count

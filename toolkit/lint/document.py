@@ -121,6 +121,9 @@ class Document:
 
         For a file, the Python files of its project are looked at: one of them may read it.
         """
+        known = trainer_argument_names()
+        if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
+            return True  # argparse takes the beginning of one option for it
         source = self.source if self.call is not None else project_source(Path(self.path).absolute().parent)
         option, types = (
             re.escape(name).replace("_", "[-_]"),
@@ -242,22 +245,31 @@ MAX_SOURCES, MAX_SOURCE_BYTES = 200, 200_000
 def source_of(script: str, path: str) -> str:
     """Return the text of a script and of the Python files beside it; empty where it is not here."""
     name = re.sub(r"^\$\{?\w+\}?/", "", script)
-    file = find_named(name if name.endswith(".py") else f"{name.replace('.', '/')}.py", path) if name else None
+    name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
+    in_project = (each for each in project_files(Path(path).absolute().parent) if str(each).endswith(f"/{name}"))
+    file = find_named(name, path) or next(in_project, None) if script else None
     return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
 
 
 @functools.lru_cache(maxsize=64)
-def project_source(folder: Path) -> str:
-    """Return the text of the Python files of the project that a folder, or one at most four up, is the root of."""
+def project_files(folder: Path) -> tuple[Path, ...]:
+    """Return the Python files of the project that a folder, or one at most four up, is the root of."""
     marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
     around = [each for each in (folder, *folder.parents)[:5] if each.parent != each and each != Path.home()]
     root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
+    if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
+        return ()
     files: list[Path] = []
-    is_ours = root == Path(__file__).parents[2]  # no file of a user is read by this toolkit's own modules
-    for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES) if root and not is_ours else ():
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "site-packages"]
+    for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES):
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "site-packages"]
         files += [Path(place, name) for name in names if name.endswith(".py")]
-    return _texts(files)
+    return tuple(files)
+
+
+@functools.lru_cache(maxsize=64)
+def project_source(folder: Path) -> str:
+    """Return the text of the Python files of a project."""
+    return _texts(project_files(folder))
 
 
 def _texts(files: Sequence[Path]) -> str:
@@ -270,7 +282,9 @@ def _texts(files: Sequence[Path]) -> str:
 
 def _reader_in(source: str, data: dict[str, Any]) -> str | None:
     """Return who reads a script's arguments, as its source says it; None where that says nothing."""
-    if re.search(r"\b(?:Hf|Trl|H4)ArgumentParser\b", source):
+    if "H4ArgumentParser" in source:  # which drops words behind a file that its dataclasses do not have
+        return A_SCRIPT
+    if re.search(r"\b(?:HfArgument|Trl)Parser\b", source):
         takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
         is_plain = re.search(r"\bTrainingArguments\b", source) and data.keys() & TRAINER_EVIDENCE
         return None if takes_others or not is_plain else "transformers"
@@ -307,12 +321,17 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
         found = [replace(position, key=f"fsdp_config.{position.key}") for position in found]
     kind = TRAINER if is_section else detect_kind(data)
     positions = {position.key: position for position in found if not position.dotted}
+    firsts = {position.key: position for position in reversed(found)}
+
+    def text_of(position: KeyPosition) -> str:
+        return text[slice(*position.value_span)]
+
     return Document(
         path=path,
         text=text,
         data=data,
         positions=positions,
-        repeated=tuple(position for position in found if position.repeated),
+        repeated=tuple(each for each in found if each.repeated and text_of(each) != text_of(firsts[each.key])),
         dotted_lines={position.key: position.line for position in found if position.dotted},
         is_json=is_json,
         kind=kind,
@@ -483,6 +502,8 @@ TRAINER_EVIDENCE = {
 FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for name in (key, f"fsdp_{key}")}
 # Keys of other programs' formats that share key names with `TrainingArguments`.
 FOREIGN_KEYS = {"base_model", "snr_results"}
+# Keys of what a run, or a model, has left: nobody reads these files as arguments.
+RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
@@ -506,6 +527,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     'deepspeed'
     """
     keys = set(data)
+    if keys & RECORD_KEYS:
+        return None
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
     for kind, decisive in DECISIVE_KEYS.items():

@@ -260,10 +260,12 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
+        fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
+        fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
         yield Match(
             name,
             f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
-            "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead),
+            fix,
             rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
             remove=(instead is None or is_off) and not may_be_its,
             level=NOTE if is_declared else WARNING if may_be_its and doc.program else None,
