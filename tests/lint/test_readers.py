@@ -266,3 +266,21 @@ def test_an_unread_block_matters_where_it_turns_something_on(
 ) -> None:
     text = json.dumps({"zero_optimization": {"stage": 2}, "activation_checkpointing": settings})
     assert sum(each.rule == "checkpointing-block-unread" for each in lint(tmp_path, ds__json=text)) == count
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"steps_per_print": "auto"}, {"steps_per_print": "warning"}),  # a script may put a number there
+        ({"steps_per_print": "often"}, {"steps_per_print": "error"}),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
+         {"zero_optimization.offload_optimizer.device": "warning"}),  # accelerate fills in none
+        ({"zero_optimization": True}, {"zero_optimization": "note"}),  # DeepSpeed's old form of stage 1
+    ],
+)  # fmt: skip
+def test_auto_and_old_forms_of_a_json_are_read_by_some(
+    settings: dict[str, object], expected: dict[str, str], tmp_path: Path
+) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 8, **settings})
+    found = {each.key: each.level for each in lint(tmp_path, ds__json=text) if each.rule != "not-auto"}
+    assert found == expected

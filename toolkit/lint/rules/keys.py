@@ -140,7 +140,10 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if kind is None or is_template(value) or key in closed:
                 continue
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
-                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
+                # A script may put a number in the place of `auto`; and DeepSpeed alone takes true for stage 1.
+                level = WARNING if value == "auto" and doc.kind == DEEPSPEED else None
+                level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
+                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected, level=level)
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
@@ -171,7 +174,10 @@ def unknown_word(doc: Document) -> Iterator[Match]:
         value, words = doc.get(place), [str(each) for each in table["words"]]
         fold = str.upper if table["fold"] == "upper" else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-        if is_word and fold(str(value)) not in map(fold, words):
+        if value == "auto" and doc.kind == DEEPSPEED:
+            message = "auto: accelerate, and with it the Trainer, puts none in its place; DeepSpeed alone raises"
+            yield Match(place, message, "one of these: " + ", ".join(words), level=WARNING)
+        elif is_word and fold(str(value)) not in map(fold, words):
             yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))
     if doc.kind != TRAINER:
         return
