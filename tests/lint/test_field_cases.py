@@ -112,7 +112,7 @@ OF_SCHEMAS = {
 # Notes where nobody is known to read the file.
 DEPENDS_ON_READER = {
     *("not-auto", "optimizer-of-json", "yaml-not-auto", "sharded-final-save", "fsdp1-by-omission", "fsdp-as-words"),
-    *("waits-for-lost-node", "checkpointing-block-unread"),
+    *("waits-for-lost-node", "checkpointing-block-unread", "stage-3-without-gather"),
 }
 AXOLOTL = ("c72_axolotl_fsdp_and_deepspeed.yaml", "p04_axolotl_70b_4x3090.yaml", "p04b.yaml")
 NAMES = sorted(path.name for path in CASES.iterdir())

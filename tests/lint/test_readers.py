@@ -284,3 +284,23 @@ def test_auto_and_old_forms_of_a_json_are_read_by_some(
     text = json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 8, **settings})
     found = {each.key: each.level for each in lint(tmp_path, ds__json=text) if each.rule != "not-auto"}
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "swift sft --model a/b --train_type lora --split_dataset_ratio 0.1 --max_length 512\n"),
+        ("sft.yaml", "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ntrain_type: lora\n"),
+        ("axo.yaml", "base_model: a/b\nmicro_batch_size: 1\nadapter: lora\nsequence_len: 5\ntrain_type: lora\n"),
+    ],
+)
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_copy_of_the_program_in_the_project_says_what_it_has(
+    name: str, text: str, has_copy: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "name" / "args").mkdir(parents=True)
+    (tmp_path / "name" / "args" / "base.py").write_text("class A:\n    train_type: str = 'lora'\n" if has_copy else "")
+    (tmp_path / name).write_text(text)
+    keys = [each.key for each in lint_paths([tmp_path / name]).findings if each.level != "note"]
+    assert keys == ([] if has_copy else ["train_type"])

@@ -7,11 +7,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence, Set
@@ -21,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.convert.programs import A_SCRIPT, FOREIGN, TOOLKIT, program_of, program_schemas, reader_of
+from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -34,9 +31,9 @@ from toolkit.files.documents import (
     not_yaml,
     parse_json,
 )
-from toolkit.files.paths import is_file
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.named_files import MAX_PATH_LENGTH, declares, find_named, project_source, reader_in, source_of
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
@@ -44,7 +41,6 @@ ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", 
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
-MAX_PATH_LENGTH = 1024
 
 _ABSENT = object()
 
@@ -124,13 +120,9 @@ class Document:
         known = trainer_argument_names()
         if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
             return True  # argparse takes the beginning of one option for it
-        source = self.source if self.call is not None else project_source(Path(self.path).absolute().parent)
-        option, types = (
-            re.escape(name).replace("_", "[-_]"),
-            "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict",
-        )
-        pattern = rf"[\"']--{option}[\"']|^[ \t]+{re.escape(name)}[ \t]*:[ \t]*(?:\w+\.)?(?:{types})\b"
-        return re.search(pattern, source, re.MULTILINE) is not None
+        has_script = self.call is not None and self.call.tool not in PROGRAMS
+        source = self.source if has_script else project_source(Path(self.path).absolute().parent)
+        return declares(source, name)
 
     @property
     def has_trl_parser(self) -> bool:
@@ -208,7 +200,9 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
     source = source_of(call.script or "", document.path)
-    program = reader_of(data, script=call.script or "") or _reader_in(source, data)
+    program = reader_of(data, script=call.script or "") or reader_in(
+        source, is_trainer=bool(data.keys() & TRAINER_EVIDENCE)
+    )
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     config = find_named(call.options.get("config-file") or "", document.path)
     launch_config = None
@@ -235,60 +229,6 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     if launch_config is None or launch_config.kind != ACCELERATE:
         return part
     return replace(part, launch_config=replace(launch_config, named_by=part))
-
-
-# -- the Python files that read arguments
-
-MAX_SOURCES, MAX_SOURCE_BYTES = 200, 200_000
-
-
-def source_of(script: str, path: str) -> str:
-    """Return the text of a script and of the Python files beside it; empty where it is not here."""
-    name = re.sub(r"^\$\{?\w+\}?/", "", script)
-    name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
-    in_project = (each for each in project_files(Path(path).absolute().parent) if str(each).endswith(f"/{name}"))
-    file = find_named(name, path) or next(in_project, None) if script else None
-    return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
-
-
-@functools.lru_cache(maxsize=64)
-def project_files(folder: Path) -> tuple[Path, ...]:
-    """Return the Python files of the project that a folder, or one at most four up, is the root of."""
-    marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
-    around = [each for each in (folder, *folder.parents)[:5] if each.parent != each and each != Path.home()]
-    root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
-    if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
-        return ()
-    files: list[Path] = []
-    for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES):
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "site-packages"]
-        files += [Path(place, name) for name in names if name.endswith(".py")]
-    return tuple(files)
-
-
-@functools.lru_cache(maxsize=64)
-def project_source(folder: Path) -> str:
-    """Return the text of the Python files of a project."""
-    return _texts(project_files(folder))
-
-
-def _texts(files: Sequence[Path]) -> str:
-    texts = []
-    for file in files[:MAX_SOURCES]:
-        with contextlib.suppress(OSError):
-            texts.append(file.read_bytes()[:MAX_SOURCE_BYTES].decode(errors="replace"))
-    return "\n".join(texts)
-
-
-def _reader_in(source: str, data: dict[str, Any]) -> str | None:
-    """Return who reads a script's arguments, as its source says it; None where that says nothing."""
-    if "H4ArgumentParser" in source:  # which drops words behind a file that its dataclasses do not have
-        return A_SCRIPT
-    if re.search(r"\b(?:HfArgument|Trl)Parser\b", source):
-        takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
-        is_plain = re.search(r"\bTrainingArguments\b", source) and data.keys() & TRAINER_EVIDENCE
-        return None if takes_others or not is_plain else "transformers"
-    return A_SCRIPT if re.search(r"\bArgumentParser\(|\btyper\.|\bfire\.Fire\(|@click\.", source) else None
 
 
 @functools.cache
@@ -470,17 +410,6 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
     if len(named) > MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
         return key, ""
     return key, named
-
-
-def find_named(named: str, path: str) -> Path | None:
-    """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
-    the configuration's folder or one around it, where its author may start the program."""
-    if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
-        return None
-    folder = Path(path).parent
-    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
-    candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
-    return next(filter(is_file, candidates), None)
 
 
 # -- who reads Trainer arguments

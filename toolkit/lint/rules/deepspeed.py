@@ -7,8 +7,9 @@ from pathlib import Path
 
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import find_named
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -38,31 +39,22 @@ OWNED_BY_TRAINER = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
-# What `TrainingArguments` has where nothing is said.
-DEFAULTS = {
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 1,
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# What `TrainingArguments` has where nothing is said; the number of steps depends on the data.
+DEFAULTS: dict[str, object] = {
+    BATCH_KEYS[1]: 8,
+    BATCH_KEYS[2]: 1,
     "gradient_clipping": 1.0,
-    "optimizer.params.lr": 5e-5,
-    "optimizer.params.weight_decay": 0.0,
-    "optimizer.params.eps": 1e-8,
-    "optimizer.params.betas": [0.9, 0.999],
-    "scheduler.params.warmup_max_lr": 5e-5,
-    "scheduler.params.warmup_num_steps": 0,
-    "scheduler.params.total_num_steps": None,  # the data decide
     "bf16.enabled": False,
     "fp16.enabled": False,
 }
+DEFAULTS |= {"optimizer.params.lr": 5e-5, "optimizer.params.weight_decay": 0.0, "optimizer.params.eps": 1e-8}
+DEFAULTS |= {"optimizer.params.betas": [0.9, 0.999], "scheduler.params.warmup_max_lr": 5e-5}
+DEFAULTS |= {"scheduler.params.warmup_num_steps": 0, "scheduler.params.total_num_steps": None}
 # Optimizers and schedules that DeepSpeed's types are the same as.
-SAME_AS = {
-    "Adam": "adamw",
-    "AdamW": "adamw",
-    "WarmupLR": "constant_with_warmup",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine",
-}
+SAME_AS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SAME_AS |= {"Adam": "adamw", "AdamW": "adamw"}
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),

@@ -39,8 +39,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     for key in unknown:
         instead = schema.replacement(key)
-        if program == "trl" and not is_command and doc.is_declared(key):
-            continue
+        if not (program == "trl" and is_command) and doc.is_declared(key):
+            continue  # a script, or the project's own copy of the program
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
             continue  # the first is another rule's
         fix = "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
