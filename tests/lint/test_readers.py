@@ -301,6 +301,14 @@ def test_a_copy_of_the_program_in_the_project_says_what_it_has(
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "name" / "args").mkdir(parents=True)
     (tmp_path / "name" / "args" / "base.py").write_text("class A:\n    train_type: str = 'lora'\n" if has_copy else "")
-    (tmp_path / name).write_text(text)
-    keys = [each.key for each in lint_paths([tmp_path / name]).findings if each.level != "note"]
+    folder = tmp_path / "a/b/c/d/e/f/g"  # as ms-swift's own examples lie
+    folder.mkdir(parents=True)
+    (folder / name).write_text(text)
+    keys = [each.key for each in lint_paths([folder / name]).findings if each.level != "note"]
     assert keys == ([] if has_copy else ["train_type"])
+
+
+def test_a_setting_that_a_script_declares_says_nothing_of_its_program(tmp_path: Path) -> None:
+    source = f"{HF}class Mine:\n    finetuning_type: str = 'lora'\n"
+    findings = lint(tmp_path, run__sh=COMMAND.replace("--bf16", "--finetuning_type lora"), train__py=source)
+    assert [each.rule for each in findings if each.level != "note"] == ["removed-training-argument"]

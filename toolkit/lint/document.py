@@ -200,7 +200,8 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
     source = source_of(call.script or "", document.path)
-    program = reader_of(data, script=call.script or "") or reader_in(
+    others = {name: value for name, value in data.items() if not declares(source, name)}
+    program = reader_of(others, script=call.script or "") or reader_in(
         source, is_trainer=bool(data.keys() & TRAINER_EVIDENCE)
     )
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)

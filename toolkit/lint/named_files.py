@@ -18,6 +18,7 @@ from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.paths import is_file
 
 MAX_PATH_LENGTH = 1024
+MAX_LEVELS = 12
 MAX_SOURCES, MAX_SOURCE_BYTES = 1000, 200_000
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
@@ -47,9 +48,9 @@ def source_of(script: str, path: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def project_files(folder: Path) -> tuple[Path, ...]:
-    """Return the Python files of the project that a folder, or one at most four up, is the root of."""
+    """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
     marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
-    around = [each for each in (folder, *folder.parents)[:5] if each.parent != each and each != Path.home()]
+    around = [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each.parent != each and each != Path.home()]
     root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
     if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
         return ()
