@@ -312,3 +312,41 @@ def test_a_setting_that_a_script_declares_says_nothing_of_its_program(tmp_path: 
     source = f"{HF}class Mine:\n    finetuning_type: str = 'lora'\n"
     findings = lint(tmp_path, run__sh=COMMAND.replace("--bf16", "--finetuning_type lora"), train__py=source)
     assert [each.rule for each in findings if each.level != "note"] == ["removed-training-argument"]
+
+
+def test_a_fork_of_transformers_in_the_project_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork" / "training_args.py").write_text("class TrainingArguments:\n    warmup_ratio: float = 0.0\n")
+    assert not levels(lint(tmp_path, run__sh=COMMAND, train__py=HF))
+
+
+def test_a_key_that_the_projects_copy_takes_out_is_known(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text('mine = args.pop("evaluators", None)\n')
+    text = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\nevaluators: x\n"
+    assert not levels(lint(tmp_path, sft__yaml=text))
+
+
+def test_a_key_in_a_block_that_accelerate_copies_has_an_effect(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  mixed_precision: bf16\n"
+    assert not levels(lint(tmp_path, a__yaml=text))
+
+
+@pytest.mark.parametrize("name", ["ipex_config", "model_parallel_config"])
+def test_no_block_is_taken_for_another_one(name: str, tmp_path: Path) -> None:
+    (finding,) = lint(tmp_path, a__yaml=f"distributed_type: MULTI_GPU\n{name}: {{ipex: false}}\n")
+    assert (finding.rule, finding.fix) == ("unknown-key", "remove it")
+
+
+def test_text_that_env_hands_over_is_no_assignment(tmp_path: Path) -> None:
+    text = 'ENV="A=1 CUDA_VISIBLE_DEVICES=0,1 HF_HUB_OFFLINE=1"\nenv $ENV torchrun --nproc_per_node=2 a.py\n'
+    assert not levels(lint(tmp_path, run__sh=text))
+
+
+def test_what_replaces_an_argument_is_said_for_other_programs_too(tmp_path: Path) -> None:
+    text = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ndispatch_batches: false\n"
+    assert [each.fix for each in lint(tmp_path, sft__yaml=text)] == ["`accelerator_config: {dispatch_batches: ...}`"]
+
+
+def test_one_epoch_beside_a_number_of_steps_contradicts_nothing(tmp_path: Path) -> None:
+    assert not levels(lint(tmp_path, a__yaml=f"{TRL}max_steps: 20\nnum_train_epochs: 1\n"))

@@ -120,9 +120,10 @@ class Document:
         known = trainer_argument_names()
         if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
             return True  # argparse takes the beginning of one option for it
-        has_script = self.call is not None and self.call.tool not in PROGRAMS
-        source = self.source if has_script else project_source(Path(self.path).absolute().parent)
-        return declares(source, name)
+        folder = Path(self.path).absolute().parent
+        if self.call is None or self.call.tool in PROGRAMS:
+            return declares(project_source(folder), name)
+        return declares(self.source, name) or declares(project_source(folder, "training_args.py"), name)  # a fork's
 
     @property
     def has_trl_parser(self) -> bool:

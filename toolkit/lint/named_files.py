@@ -62,9 +62,9 @@ def project_files(folder: Path) -> tuple[Path, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def project_source(folder: Path) -> str:
-    """Return the text of the Python files of a project."""
-    return _texts(project_files(folder))
+def project_source(folder: Path, name: str = "") -> str:
+    """Return the text of the Python files of a project, or of those with a name."""
+    return _texts([each for each in project_files(folder) if name in ("", each.name)])
 
 
 def _texts(files: Sequence[Path]) -> str:
@@ -87,7 +87,7 @@ def reader_in(source: str, *, is_trainer: bool) -> str | None:
 
 
 def declares(source: str, name: str) -> bool:
-    """Return True where a source has a field of a dataclass, or an option of a parser, of that name."""
+    """Return True where a source has a field of a dataclass, or an option of a parser, of that name, or takes it out."""
     field, option = re.escape(name), re.escape(name).replace("_", "[-_]")
-    pattern = rf"[\"']--{option}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
+    pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
     return re.search(pattern, source, re.MULTILINE) is not None

@@ -52,7 +52,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     """Suggest the nearest known key; the edit renames to it, unless that key is already present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
-    close = nearest(name, known, cutoff=SIMILARITY) if len(name) <= 100 else None
+    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
+    stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
+    close = None if stem is None else stems[stem]
     return Match(
         key,
         f"`{shorten(name)}` {what}",
@@ -83,7 +85,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 key, is_free = f"{block}.{name}", not doc.has(f"{block}.{in_yaml}") and not doc.block(f"{block}.{name}")
                 message = f"`{name}` is DeepSpeed's name: accelerate ignores it silently"
                 yield Match(key, message, f"`{in_yaml}`", rename=in_yaml if is_free else None)
-            elif name not in known and prefixed not in known:
+            elif name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 

@@ -51,7 +51,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", WARNING
-            fix = "the version that has it, or remove it"
+            instead = TRAINING_ARGUMENTS_REMOVED.get(key)
+            fix = f"`{instead}`" if instead else "the version that has it, or remove it"
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
