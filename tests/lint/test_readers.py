@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.check import fixed_text, lint_paths
+from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 
 COMMAND = "torchrun train.py --model_name_or_path a/b --output_dir out --bf16 --warmup_ratio 0.1\n"
@@ -350,3 +352,28 @@ def test_what_replaces_an_argument_is_said_for_other_programs_too(tmp_path: Path
 
 def test_one_epoch_beside_a_number_of_steps_contradicts_nothing(tmp_path: Path) -> None:
     assert not levels(lint(tmp_path, a__yaml=f"{TRL}max_steps: 20\nnum_train_epochs: 1\n"))
+
+
+def test_a_record_of_all_arguments_is_no_configuration() -> None:
+    names = sorted(trainer_argument_names())[:70]
+    assert detect_kind({"train_type": "lora", "evaluation_strategy": "no", **dict.fromkeys(names)}) is None
+
+
+def test_a_copy_of_a_program_that_torchrun_starts_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text("class A:\n    train_type: str = 'lora'\n")
+    (tmp_path / "swift" / "cli").mkdir(parents=True)
+    (tmp_path / "swift" / "cli" / "sft.py").touch()
+    text = "torchrun --nproc_per_node=8 swift/cli/sft.py --model a/b --train_type lora --split_dataset_ratio 0.1\n"
+    assert not levels(lint(tmp_path, run__sh=text))
+
+
+def test_a_local_rank_that_the_launcher_sets_anew_is_harmless(tmp_path: Path) -> None:
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
+    text = (
+        "export LOCAL_RANK=$SLURM_LOCALID\nL='accelerate launch --machine_rank=$SLURM_PROCID'\nsrun bash -c \"$L a\"\n"
+    )
+    assert "rank-of-first-node" not in [each.rule for each in lint(tmp_path, job__sbatch=head + text)]
+
+
+def test_a_placeholder_is_no_wrong_type(tmp_path: Path) -> None:
+    assert not levels(lint(tmp_path, a__yaml=f"{TRL}learning_rate: dummy\n"))

@@ -121,7 +121,7 @@ class Document:
         if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
             return True  # argparse takes the beginning of one option for it
         folder = Path(self.path).absolute().parent
-        if self.call is None or self.call.tool in PROGRAMS:
+        if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
             return declares(project_source(folder), name)
         return declares(self.source, name) or declares(project_source(folder, "training_args.py"), name)  # a fork's
 
@@ -435,6 +435,7 @@ FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for na
 FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys of what a run, or a model, has left: nobody reads these files as arguments.
 RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
+MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
@@ -458,7 +459,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     'deepspeed'
     """
     keys = set(data)
-    if keys & RECORD_KEYS:
+    if keys & RECORD_KEYS or len(keys & trainer_argument_names()) > MOST_ARGUMENTS:
         return None
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT

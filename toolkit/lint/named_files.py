@@ -87,7 +87,7 @@ def reader_in(source: str, *, is_trainer: bool) -> str | None:
 
 
 def declares(source: str, name: str) -> bool:
-    """Return True where a source has a field of a dataclass, or an option of a parser, of that name, or takes it out."""
+    """Return True where a source has a field of a dataclass, or an option of a parser, of that name, or pops it."""
     field, option = re.escape(name), re.escape(name).replace("_", "[-_]")
     pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
     return re.search(pattern, source, re.MULTILINE) is not None

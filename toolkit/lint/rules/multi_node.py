@@ -181,9 +181,12 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
     script = doc.script
     on_many = spans_nodes(doc) or script.directives.get("ntasks", ("1", 0))[0] != "1"
     agreed = script.launches and not any(map(is_static, script.launches))
+    has_launcher = script.mentions(r"\b(?:torchrun|accelerate launch|torch\.distributed\.(?:run|launch))\b")
     for found in TASK_VARIABLE.finditer(script.text) if on_many and not agreed else ():
         start = script.text.rfind("\n", 0, found.start()) + 1
-        reports = re.match(r"\s*(echo|printf)\b", script.text[start : found.start()])
+        before = script.text[start : found.start()]
+        is_set_anew = has_launcher and re.search(r"\bLOCAL_RANK=\S*$", before)  # by it, for each rank
+        reports = is_set_anew or re.match(r"\s*(echo|printf)\b", before)
         if script.expands_at(found.start()) and not reports:
             message = f"${found[1]} is expanded on the first node: every node gets 0"
             fix = f"`srun bash -c '... ${found[1]} ...'` in single quotes, or torchrun with --rdzv-backend c10d"

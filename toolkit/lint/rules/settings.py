@@ -49,8 +49,8 @@ def as_enum(value: Any) -> str:
 
 
 def is_template(value: Any) -> bool:
-    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`."""
-    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<"))
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `dummy`."""
+    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<") or value == "dummy")
 
 
 def shorten(value: Any) -> str:
