@@ -369,9 +369,7 @@ def test_a_copy_of_a_program_that_torchrun_starts_says_what_it_has(tmp_path: Pat
 
 def test_a_local_rank_that_the_launcher_sets_anew_is_harmless(tmp_path: Path) -> None:
     head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
-    text = (
-        "export LOCAL_RANK=$SLURM_LOCALID\nL='accelerate launch --machine_rank=$SLURM_PROCID'\nsrun sh -c $L\n"
-    )
+    text = "export LOCAL_RANK=$SLURM_LOCALID\nL='accelerate launch --machine_rank=$SLURM_PROCID'\nsrun sh -c $L\n"
     assert "rank-of-first-node" not in [each.rule for each in lint(tmp_path, job__sbatch=head + text)]
 
 
