@@ -130,8 +130,8 @@ def test_a_llama_factory_configuration_becomes_arguments(tmp_path: Path, monkeyp
     ("entry", "words"),
     [
         ({"file_name": "pages.txt"}, "not a data file"),
-        ({"hf_hub_url": "a/b", "columns": {"prompt": "question", "response": "answer"}}, "recognised by their fields"),
-        ({"hf_hub_url": "a/b", "formatting": "sharegpt", "columns": {"messages": "chat"}}, "rows of `chat`"),
+        ({"hf_hub_url": "a/b", "columns": {"prompt": "a", "response": "b", "history": "c"}}, "turns of `history`"),
+        ({"hf_hub_url": "a/b", "formatting": "sharegpt", "tags": {"role_tag": "who"}}, "rows of `conversations`"),
         ({"hf_hub_url": "a/b", "ranking": True}, "trains on text"),
         ({"ms_hub_url": "a/b"}, "not on the Hugging Face hub"),
         (None, "no such entry"),
@@ -150,6 +150,26 @@ def test_a_data_set_of_llama_factory_keeps_its_split_or_is_listed(
     else:
         assert "dataset" not in conversion.arguments
         assert words in reasons_of(conversion)["dataset"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "column"),
+    [
+        ({"columns": {"prompt": "question", "query": "input", "response": "answer"}},
+         {"instruction": "question", "output": "answer"}),
+        ({"columns": {"prompt": "content"}}, {"text": "content"}),
+        ({}, None),
+        ({"formatting": "sharegpt", "columns": {"messages": "chat"}}, {"conversations": "chat"}),
+        ({"formatting": "sharegpt", "columns": {"messages": "chat"},
+          "tags": {"role_tag": "role", "content_tag": "content"}}, {"messages": "chat"}),
+    ],
+)  # fmt: skip
+def test_columns_of_llama_factory_become_ours(
+    entry: dict[str, object], column: dict[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_dataset_info(tmp_path, {"rows": {"hf_hub_url": "a/b", **entry}})
+    assert convert_text(tmp_path, LF).arguments.get("column") == column
 
 
 def test_the_v1_format_of_llama_factory_is_read_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ EXPECTED = {
     "c86_words_of_arguments.yaml": " ".join(f"unknown-word:{line}" for line in range(3, 8)),
     "c87_words_of_accelerate.yaml": "unknown-word:2 unknown-word:3",
     "c88_words_of_fsdp.yaml": " ".join(f"unknown-word:{line}" for line in range(6, 10)),
-    "c90_ds_shapes.json": "stage-3-without-gather wrong-deepspeed-type:2 unknown-word:3 wrong-deepspeed-type:3"
-    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:4",
+    "c90_ds_shapes.json": "not-auto:4 stage-3-without-gather wrong-deepspeed-type:2 unknown-word:3"
+    " wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:3 wrong-deepspeed-type:4",
     "c93_grad_ckpt_both.yaml": "checkpointing-twice:3",
-    "c94_ds_zero_int.json": "wrong-deepspeed-type:1",
+    "c94_ds_zero_int.json": "not-auto:1 not-auto:1 wrong-deepspeed-type:1",
     "c98_crlf.yaml": "unquoted-no:3",
     "zero3_bf16.json": "sub-group-size-zero:6 max-live-parameters-zero:10 not-auto:15",
 }
@@ -109,6 +109,11 @@ OF_SCHEMAS = {
     "c72_axolotl_fsdp_and_deepspeed.yaml": {"deepspeed"},
     "p03_grpo.yaml": {"max_prompt_length"},
 }
+# Notes where nobody is known to read the file.
+DEPENDS_ON_READER = {
+    *("not-auto", "optimizer-of-json", "yaml-not-auto", "sharded-final-save", "fsdp1-by-omission", "fsdp-as-words"),
+    *("waits-for-lost-node", "checkpointing-block-unread", "stage-3-without-gather"),
+}
 AXOLOTL = ("c72_axolotl_fsdp_and_deepspeed.yaml", "p04_axolotl_70b_4x3090.yaml", "p04b.yaml")
 NAMES = sorted(path.name for path in CASES.iterdir())
 
@@ -125,7 +130,8 @@ def in_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REFUSED, *AXOLOTL, *OF_SCHEMAS)])
 def test_a_case_has_the_findings_of_its_fault_and_no_other(name: str) -> None:
     # What schemas of programs say has tests of its own.
-    findings = [each for each in found(name) if each.level != "note" and not each.rule.endswith("-setting")]
+    findings = [each for each in found(name) if each.level != "note" or each.rule in DEPENDS_ON_READER]
+    findings = [each for each in findings if not each.rule.endswith("-setting")]
     rows = [each.rule if each.line is None else f"{each.rule}:{each.line}" for each in findings]
     assert sorted(rows) == sorted(EXPECTED.get(name, "").split())
 
@@ -152,7 +158,7 @@ def test_the_smallest_number_of_processes_that_makes_full_groups_is_named(name: 
 def test_what_holds_for_one_model_or_some_versions_is_a_note_of_its_own() -> None:
     assert [each.rule for each in found("c73_zero3_init_false.yaml")] == ["whole-model-on-each-rank"]
     notes = [each for each in found("c01_fsdp_doc_layer_class.yaml") if each.level == "note"]
-    assert [each.rule for each in notes] == ["layer-class-of-one-model", "machine-facts"]
+    assert [each.rule for each in notes] == ["fsdp1-by-omission", "layer-class-of-one-model", "machine-facts"]
 
 
 # -- what is certain
@@ -207,7 +213,7 @@ def test_a_fix_that_is_not_certain_is_not_applied(text: str, name: str, tmp_path
 def test_notes_alone_exit_0_and_a_level_says_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
     codes = [
         run_command(["lint", name, "--level", level], capsys)[0]
-        for name in ("c73_zero3_init_false.yaml", "c103_sharded_final_save.yaml", "c15_best_model_steps.yaml")
+        for name in ("c73_zero3_init_false.yaml", "c39_stage3_no_gather.json", "c15_best_model_steps.yaml")
         for level in ("error", "warning", "note")
     ]
     assert codes == [0, 0, 1, 0, 1, 1, 1, 1, 1]

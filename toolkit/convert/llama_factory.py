@@ -11,8 +11,10 @@ from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, unexpected
 from toolkit.files.paths import find_file
-from toolkit.installation import documentation_address
 from toolkit.job.argument_aliases import HINTS
+
+# LLaMA-Factory's columns, and the fields of our formats; without a response the prompt is text to go on from.
+ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
 
 
 def convert(values: Mapping[str, Any], file: Path) -> Conversion:
@@ -164,20 +166,25 @@ def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sou
     if entry.get("ranking") or {"images", "videos", "audios", "kto_tag"} & set(columns):
         return "preferences, images, video or audio: this script trains on text"
     if formatting in (None, "alpaca"):
-        named = {columns.get("prompt", "instruction"), columns.get("response", "output")}
-        if columns.get("history") or not (named == {"instruction", "output"} or columns == {"prompt": "text"}):
-            return f"rows are recognised by their fields: rename them ({documentation_address('how-to/data.md')})"
+        if columns.get("history"):
+            return "turns of `history` are not read: write them as `messages`"
+        names = {"prompt": "text"} if columns and "response" not in columns else ALPACA
+        fields = {field: str(columns.get(key, field)) for key, field in names.items()}
     else:
         role, content = str(tags.get("role_tag", "from")), str(tags.get("content_tag", "value"))
-        reason = sources.row_fields_reason(str(columns.get("messages", "conversations")), role, content)
+        field = "messages" if (role, content) == ("role", "content") else "conversations"
+        reason = sources.row_fields_reason(field, role, content)
         if reason is not None:
             return reason
+        fields = {field: str(columns.get("messages", "conversations"))}
+    fields = {field: column for field, column in fields.items() if column != field}
     if file_name is not None:
         path = info_path.parent / file_name
-        return sources.NamedData(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path), (key,))
+        named = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+        return sources.NamedData(named, (key,), columns=fields)
     if url is None:
         return "not on the Hugging Face hub"
-    return sources.NamedData(url, (key,), split=(split, key), config=(subset, key))
+    return sources.NamedData(url, (key,), split=(split, key), config=(subset, key), columns=fields)
 
 
 def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:

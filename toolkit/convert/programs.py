@@ -21,6 +21,7 @@ from typing import Any
 
 from toolkit.errors import nearest
 from toolkit.files.documents import RECORDS, read_configuration, read_json_object
+from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
@@ -33,6 +34,7 @@ OPEN_INSTRUCT_KEYS = {
 # Arguments of scripts without TrainingArguments. Of those that read a file, open-instruct's have the first three.
 PARSER_KEYS = ("checkpointing_steps", "use_slow_tokenizer", "with_tracking")
 OTHER_PARSER_KEYS = ("num_warmup_steps", "max_train_steps", "train_batch_size")
+TOOLKIT = "toolkit"  # this one's own job files
 A_SCRIPT = "a script with a parser of its own"
 # Programs that bring fields of their own, or pin another version of transformers.
 FOREIGN = ("llama-factory", "ms-swift", OPEN_INSTRUCT)
@@ -161,6 +163,8 @@ def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
     ('llama-factory', 'transformers')
     """
     keys, name = frozenset(values), re.sub("[-_]", "", script.lower())
+    if not script and {"model_name_or_path", "dataset"} <= keys <= ARGUMENTS.keys():
+        return TOOLKIT
     for each in FOREIGN:
         decisive = OPEN_INSTRUCT_KEYS if each == OPEN_INSTRUCT else program_schema(each).decisive
         if not keys.isdisjoint(decisive) or each.replace("-", "") in name:

@@ -41,6 +41,7 @@ class NamedData(NamedTuple):
     split: tuple[Any, str] = (None, "")
     config: tuple[Any, str] = (None, "")
     weight: tuple[float | None, str] = (None, "")
+    columns: Mapping[str, str] = {}  # of the fields that have another name
 
 
 def named_data(settings: Mapping[str, Any], prefix: str) -> NamedData:
@@ -56,7 +57,8 @@ def set_datasets(
     draft: Draft, named: Sequence[NamedData], argument: str = "dataset", *, weights_note: str | None = None
 ) -> None:
     """Set `dataset` or `eval_dataset`, its split, and for several the weights, which mean different things."""
-    usable = [data for data in named if _is_usable(draft, data)]
+    columns = dict(draft.arguments.get("column") or {})
+    usable = [data for data in named if _is_usable(draft, data, columns)]
     if not usable:
         return
     paths = list(dict.fromkeys(data.path for data in usable))
@@ -65,6 +67,8 @@ def set_datasets(
         draft.leave_out(*(key for data in usable[1:] for key in data.keys), reason=f"one {argument} is read")
         paths, keys = paths[:1], [*usable[0].keys]
     draft.assign(argument, paths if len(paths) > 1 else paths[0], *keys)
+    if columns:
+        draft.arguments["column"] = columns
     on_hub = all(is_hub_id(data.path) for data in usable)
     _set_same(draft, f"{argument}_split", [data.split for data in usable], on_hub=on_hub)
     _set_same(draft, f"{argument}_config", [data.config for data in usable], on_hub=True)
@@ -74,13 +78,17 @@ def set_datasets(
         draft.assign("dataset_weights", list(shares), *share_keys, note=weights_note)
 
 
-def _is_usable(draft: Draft, data: NamedData) -> bool:
+def _is_usable(draft: Draft, data: NamedData, columns: dict[str, str]) -> bool:
+    """Add the columns of a data set that can be read; list the settings of another one."""
     suffix = Path(data.path).suffix.lower()
     is_copy = is_file(Path(data.path) / DATASET_CARD)
+    reason = f"not a data file ({', '.join(SUFFIXES)}), hub id or copy of a hub data set"
     if suffix in SUFFIXES or is_copy or (is_hub_id(data.path) and suffix not in OTHER_SUFFIXES):
-        return True
+        if all(columns.setdefault(field, column) == column for field, column in data.columns.items()):
+            return True
+        reason = "`--column` names one column for a field, and another data set has another one"
     for key in data.keys:
-        draft.report(key, data.path, f"not a data file ({', '.join(SUFFIXES)}), hub id or copy of a hub data set")
+        draft.report(key, data.path, reason)
         draft.left.pop(key, None)
     return False
 

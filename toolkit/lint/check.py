@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.convert.programs import OPEN_INSTRUCT
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import (
     LINTED_SUFFIXES,
     OUR_PROGRAMS,
@@ -90,6 +92,9 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
 
 def _not_checked(document: Document) -> Iterator[str]:
     """Say which words behind a script's name no rule has looked at."""
+    if document.call is None and document.program == OPEN_INSTRUCT:
+        others = counted(len(document.data.keys() - trainer_argument_names()), "argument")
+        yield f"{document.path}: {others} of a script with dataclasses of its own not checked"
     checked = {part.call.line for part in document.parts if part.call and part.kind}
     for call in document.script.launches:
         if call.arguments and call.line not in checked:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence, Set
@@ -19,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.convert.programs import FOREIGN, program_of, program_schemas, reader_of
+from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -32,9 +31,9 @@ from toolkit.files.documents import (
     not_yaml,
     parse_json,
 )
-from toolkit.files.paths import is_file
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_script import EMPTY_SCRIPT, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.named_files import MAX_PATH_LENGTH, declares, find_named, project_source, reader_in, source_of
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
@@ -42,7 +41,6 @@ ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", 
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
-MAX_PATH_LENGTH = 1024
 
 _ABSENT = object()
 
@@ -83,7 +81,8 @@ class Document:
     parts: tuple[Document, ...] = ()  # the arguments of each launch in a script, and the files that it writes
     call: LauncherCall | None = None  # the launch that these are the arguments of
     program: str | None = None  # who reads these Trainer arguments; None where the file does not say
-    named_by: Document | None = None  # the file that names this DeepSpeed JSON
+    named_by: Document | None = None  # the file or the launch that names this DeepSpeed JSON or accelerate YAML
+    source: str = ""  # of the script that a launch starts, and of the Python files beside it, where they are here
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
@@ -112,6 +111,25 @@ class Document:
     def is_complete(self) -> bool:
         """False for a command line on which a variable may stand for more arguments."""
         return self.call is None or self.call.is_complete
+
+    def is_declared(self, name: str) -> bool:
+        """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.
+
+        For a file, the Python files of its project are looked at: one of them may read it.
+        """
+        known = trainer_argument_names()
+        if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
+            return True  # argparse takes the beginning of one option for it
+        folder = Path(self.path).absolute().parent
+        if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
+            return declares(project_source(folder), name)
+        return declares(self.source, name) or declares(project_source(folder, "training_args.py"), name)  # a fork's
+
+    @property
+    def has_trl_parser(self) -> bool:
+        """Return True where the script, or the project, uses TRL's parser and ModelConfig, which refuse other names."""
+        source = self.source or project_source(Path(self.path).absolute().parent)
+        return "TrlParser(" in source and "ModelConfig" in source
 
     @property
     def linted(self) -> list[Document]:
@@ -182,7 +200,11 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
-    program = reader_of(data, script=call.script or "")
+    source = source_of(call.script or "", document.path)
+    others = {name: value for name, value in data.items() if not declares(source, name)}
+    program = reader_of(others, script=call.script or "") or reader_in(
+        source, is_trainer=bool(data.keys() & TRAINER_EVIDENCE)
+    )
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     config = find_named(call.options.get("config-file") or "", document.path)
     launch_config = None
@@ -196,16 +218,19 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
         )
         for name, (_, line) in call.arguments.items()
     }
-    return Document(
+    part = Document(
         path=document.path,
         text=document.text,
         kind=TRAINER if is_trainer else None,
         data=data,
         positions=places,
-        launch_config=launch_config if launch_config and launch_config.kind == ACCELERATE else None,
         call=call,
         program=program,
+        source=source,
     )
+    if launch_config is None or launch_config.kind != ACCELERATE:
+        return part
+    return replace(part, launch_config=replace(launch_config, named_by=part))
 
 
 @functools.cache
@@ -238,12 +263,17 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
         found = [replace(position, key=f"fsdp_config.{position.key}") for position in found]
     kind = TRAINER if is_section else detect_kind(data)
     positions = {position.key: position for position in found if not position.dotted}
+    firsts = {position.key: position for position in reversed(found)}
+
+    def text_of(position: KeyPosition) -> str:
+        return text[slice(*position.value_span)]
+
     return Document(
         path=path,
         text=text,
         data=data,
         positions=positions,
-        repeated=tuple(position for position in found if position.repeated),
+        repeated=tuple(each for each in found if each.repeated and text_of(each) != text_of(firsts[each.key])),
         dotted_lines={position.key: position.line for position in found if position.dotted},
         is_json=is_json,
         kind=kind,
@@ -384,20 +414,9 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
     return key, named
 
 
-def find_named(named: str, path: str) -> Path | None:
-    """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
-    the configuration's folder or one around it, where its author may start the program."""
-    if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
-        return None
-    folder = Path(path).parent
-    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
-    candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
-    return next(filter(is_file, candidates), None)
-
-
 # -- who reads Trainer arguments
 
-OUR_PROGRAMS = ("transformers", "trl")  # whose installed or pinned versions the rules know
+OUR_PROGRAMS = ("transformers", "trl", TOOLKIT)  # whose installed or pinned versions the rules know
 # Keys that hardly any script has unless it reads TrainingArguments.
 TRAINER_EVIDENCE = {
     *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
@@ -414,7 +433,10 @@ TRAINER_EVIDENCE = {
 FSDP_SECTION = {name for key in (*TRAINER_FSDP_KEYS, "sharding_strategy") for name in (key, f"fsdp_{key}")}
 # Keys of other programs' formats that share key names with `TrainingArguments`.
 FOREIGN_KEYS = {"base_model", "snr_results"}
-PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", "llama-factory", "ms-swift"), TRAINER)}
+# Keys of what a run, or a model, has left: nobody reads these files as arguments.
+RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
+MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
+PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {
     *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
@@ -437,6 +459,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     'deepspeed'
     """
     keys = set(data)
+    if keys & RECORD_KEYS or len(keys & trainer_argument_names()) > MOST_ARGUMENTS:
+        return None
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
     for kind, decisive in DECISIVE_KEYS.items():
@@ -444,6 +468,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
             return kind
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
         return None
+    if reader_of(data) == TOOLKIT:
+        return TRAINER
     program = program_of(data)
     if program is not None or keys & FOREIGN_KEYS:
         return PROGRAM_KINDS.get(str(program))

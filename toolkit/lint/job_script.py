@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ _ASSIGNMENT = re.compile(
     rf"""(\((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*")*\)|(?:'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|[^\s;'"])*)""",
     re.MULTILINE | re.DOTALL,
 )
+_SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _MANY_WORDS = re.compile(
@@ -82,6 +84,7 @@ class LauncherCall:
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)  # name -> value (None: a flag) and line
     words: tuple[str, ...] = ()  # of the arguments
     is_complete: bool = True  # False where a variable may stand for more words
+    before: str = ""  # the words of its command in front of it: srun's options, for one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +170,11 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             )
             inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
             words = list(itertools.islice(_words(inner, found.end(), variables), MAX_WORDS))
-            yield _read_call(
-                tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
+            yield replace(
+                _read_call(
+                    tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
+                ),
+                before=command[: found.start()],
             )
 
 
@@ -222,7 +228,9 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
     """
     variables: dict[str, str | None] = {}
     inside = [(each.start(), 1 if each[2] is None else -1) for each in _BLOCK.finditer(text)] if last_counts else []
+    others = Counter(_SET_ANYWHERE.findall(text))  # behind `;`, `&&` or a pattern of `case` too
     for found in itertools.islice(_ASSIGNMENT.finditer(text), 500):
+        others[found[2]] -= 1
         is_sure = last_counts and found[0][:1] not in " \t" and sum(n for at, n in inside if at < found.start()) <= 0
         value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
         plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
@@ -231,7 +239,7 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
         elif not is_sure and found[2] in variables and variables[found[2]] != plain:
             plain = None
         variables[found[2]] = plain
-    return variables
+    return {name: value if others[name] <= 0 else None for name, value in variables.items()}
 
 
 def _words(

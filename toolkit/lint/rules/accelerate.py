@@ -150,7 +150,14 @@ def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
 
 # FSDP1's sharding strategies as FSDP2's boolean (accelerate's own `to-fsdp2`); the others have no equivalent.
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
+FSDP1_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 FSDP1_ONLY_KEYS = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
+
+
+def _fsdp1_strategy(value: object) -> str:
+    """Return the name of a strategy of FSDP1, which accelerate numbers, and torch begins with `_` in one case."""
+    names = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP", **dict(zip("12345", FSDP1_STRATEGIES, strict=True))}
+    return names.get(as_enum(value), as_enum(value).lstrip("_"))
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
@@ -160,10 +167,9 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
     reshard, strategy = fsdp_setting(doc, "reshard_after_forward"), fsdp_setting(doc, "sharding_strategy")
     if fsdp_version(doc) != 1 or reshard is None:
         return
-    as_strategy = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP", "1": "FULL_SHARD", "2": "SHARD_GRAD_OP"}
-    intended = as_strategy.get(as_enum(reshard), as_enum(reshard))
-    runs = as_enum("FULL_SHARD" if strategy is None else strategy)
-    if intended != as_strategy.get(runs, runs):
+    intended = _fsdp1_strategy(reshard)
+    runs = _fsdp1_strategy("FULL_SHARD" if strategy is None else strategy)
+    if intended != runs:
         key = fsdp_key(doc, "reshard_after_forward")
         can_rename = strategy is None and isinstance(reshard, str)
         message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"

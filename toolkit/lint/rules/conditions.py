@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from toolkit.lint.document import DEEPSPEED, Document
-from toolkit.lint.findings import LintRule, Match, rule
+from toolkit.lint.findings import NOTE, LintRule, Match, rule
 from toolkit.lint.rules import settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.presets.method_rules import rejects_save_only_model
@@ -27,6 +27,9 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
+    "recomputes": lambda doc: any(
+        as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
+    ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
@@ -73,6 +76,7 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 key = _key(doc, case["at"])
                 message = case["message"].replace("{value}", shorten(doc.get(key)))
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
+                level = NOTE if case.get("with_trainer") and settings.trainer_of(doc) is None else level
                 remove, value = case.get("remove", False), None if level else case.get("value")
                 yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
 

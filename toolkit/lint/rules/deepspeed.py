@@ -7,17 +7,18 @@ from pathlib import Path
 
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files, find_named
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import find_named
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
     is_deepspeed,
-    level_for_trainer,
     offload_device,
     shorten,
     stage3_key,
+    trainer_of,
     zero_stage,
 )
 from toolkit.presets.method_rules import survives_offload
@@ -38,8 +39,22 @@ OWNED_BY_TRAINER = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
-OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# What `TrainingArguments` has where nothing is said; the number of steps depends on the data.
+DEFAULTS: dict[str, object] = {
+    BATCH_KEYS[1]: 8,
+    BATCH_KEYS[2]: 1,
+    "gradient_clipping": 1.0,
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+}
+DEFAULTS |= {"optimizer.params.lr": 5e-5, "optimizer.params.weight_decay": 0.0, "optimizer.params.eps": 1e-8}
+DEFAULTS |= {"optimizer.params.betas": [0.9, 0.999], "scheduler.params.warmup_max_lr": 5e-5}
+DEFAULTS |= {"scheduler.params.warmup_num_steps": 0, "scheduler.params.total_num_steps": None}
+# Optimizers and schedules that DeepSpeed's types are the same as.
+SAME_AS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SAME_AS |= {"Adam": "adamw", "AdamW": "adamw"}
+OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
 OWNED_BY_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
@@ -64,13 +79,20 @@ def not_auto(doc: Document) -> Iterator[Match]:
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            level = level_for_trainer(doc) or _level_of_default(key, value)
-            yield Match(key, message, '`"auto"`', value=None if level else "auto", level=level)
+            level = None if _differs_for_reader(doc, key, value) else NOTE
+            yield Match(key, message, '`"auto"`', level=level)
 
 
-def _level_of_default(key: str, value: object) -> str | None:
-    """A note for the Trainer's default of `max_grad_norm`: it raises only where somebody chooses another value."""
-    return NOTE if as_float(value) == 1 and key.endswith("gradient_clipping") else None
+def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
+    """Return True where the file that names a JSON has another value, or leaves the Trainer's default."""
+    reader, field = doc.named_by, OWNED_BY_TRAINER[key]
+    if reader is not None and reader.kind == AXOLOTL:
+        return reader.has(OF_AXOLOTL.get(field, field))
+    reader = trainer_of(doc)
+    if reader is None:
+        return False
+    has_defaults = reader.program in ("transformers", "llama-factory") and not reader.has("config")
+    return reader.has(field) or (has_defaults and key in DEFAULTS and value != DEFAULTS[key])
 
 
 def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
@@ -91,10 +113,12 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         return
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
-        if doc.get(key, "auto") not in ("auto", None):
-            message = f"{shorten(doc.get(key))} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
-            is_default = name == "gradient_accumulation_steps" and as_int(doc.get(key)) == 1
-            level = _level_of_default(key, doc.get(key))
+        reader, value = trainer_of(doc), doc.get(key, "auto")
+        here = reader.get(OWNED_BY_TRAINER[name], 1) if reader is not None else None  # the default of both
+        if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
+            message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
+            is_default = name == "gradient_accumulation_steps" and as_int(value) == 1
+            level = NOTE if as_float(here) is None else None
             yield Match(key, message, "remove it, under a Trainer", remove=is_default, level=level)
 
 
@@ -163,9 +187,11 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block):
-            fix = f"remove it, and set `{field}`"
-            message = f"{shorten(doc.get(f'{block}.type'))} replaces the Trainer's {field}"
-            yield Match(block, message, fix, level=level_for_trainer(doc))
+            named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)
+            here = str(reader.get(field, "")) if reader is not None else ""
+            is_same = here.startswith(SAME_AS.get(named, "\0"))
+            message = f"{named} replaces the Trainer's {field}" + (f", {shorten(here)}" if here else "")
+            yield Match(block, message, f"remove it, and set `{field}`", level=None if here and not is_same else NOTE)
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
@@ -206,7 +232,8 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
     message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
-    yield Match("mixed_precision", message, "remove it", remove=in_json == precision)
+    fix = "remove it" if in_json == precision or as_bool(precision) is False else "remove it, and set it in the JSON"
+    yield Match("mixed_precision", message, fix, remove=in_json == precision)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')

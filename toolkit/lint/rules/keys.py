@@ -10,8 +10,17 @@ from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
-from toolkit.lint.rules.programs import schema_of
-from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_key, is_template, shorten
+from toolkit.lint.rules.programs import is_trls_own, schema_of
+from toolkit.lint.rules.settings import (
+    as_bool,
+    as_float,
+    as_int,
+    fsdp_key,
+    fsdp_setting,
+    is_template,
+    shorten,
+    uses_fsdp,
+)
 from toolkit.presets import removed_keys as removed
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
 from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
@@ -43,7 +52,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     """Suggest the nearest known key; the edit renames to it, unless that key is already present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
-    close = nearest(name, known, cutoff=SIMILARITY) if len(name) <= 100 else None
+    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
+    stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
+    close = None if stem is None else stems[stem]
     return Match(
         key,
         f"`{shorten(name)}` {what}",
@@ -74,7 +85,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 key, is_free = f"{block}.{name}", not doc.has(f"{block}.{in_yaml}") and not doc.block(f"{block}.{name}")
                 message = f"`{name}` is DeepSpeed's name: accelerate ignores it silently"
                 yield Match(key, message, f"`{in_yaml}`", rename=in_yaml if is_free else None)
-            elif name not in known and prefixed not in known:
+            elif name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
@@ -131,7 +142,10 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if kind is None or is_template(value) or key in closed:
                 continue
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
-                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected)
+                # A script may put a number in the place of `auto`; and DeepSpeed alone takes true for stage 1.
+                level = WARNING if value == "auto" and doc.kind == DEEPSPEED else None
+                level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
+                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected, level=level)
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
@@ -156,11 +170,16 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
     for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
+        if not _is_in_effect(doc, block, name):
+            continue
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, words = doc.get(place), [str(each) for each in table["words"]]
         fold = str.upper if table["fold"] == "upper" else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-        if is_word and fold(str(value)) not in map(fold, words):
+        if value == "auto" and doc.kind == DEEPSPEED:
+            message = "auto: accelerate, and with it the Trainer, puts none in its place; DeepSpeed alone raises"
+            yield Match(place, message, "one of these: " + ", ".join(words), level=WARNING)
+        elif is_word and fold(str(value)) not in map(fold, words):
             yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))
     if doc.kind != TRAINER:
         return
@@ -175,12 +194,24 @@ def unknown_word(doc: Document) -> Iterator[Match]:
             yield from _not_a_word("report_to", name, known, "it raises")
 
 
+def _is_in_effect(doc: Document, block: str, name: str) -> bool:
+    """Return False for a word of an engine that the file does not run, which nothing reads."""
+    if doc.kind == TRAINER:
+        of_fsdp1 = name == "backward_prefetch" and as_int(fsdp_setting(doc, "version", 2)) == 2
+        return block != "fsdp_config" or (uses_fsdp(doc) and not of_fsdp1)
+    engine = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(block)
+    return engine in (None, doc.get("distributed_type", engine))
+
+
 def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> Iterator[Match]:
     if not is_template(value):
         close = nearest(str(value)[:100].upper(), {word.upper(): word for word in words}, cutoff=0.6)
-        close = next((word for word in words if word.upper() == close), None)
+        off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
+        close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-        yield Match(key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close or words[0]}`")
+        yield Match(
+            key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close}`" if close else "one of these"
+        )
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -216,7 +247,8 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
         key = f"zero_optimization.{name}"
         if doc.has(key):
             rename = instead if instead in DEEPSPEED_BLOCKS["zero_optimization"] else None
-            yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename)
+            level = None if name.startswith("cpu") else NOTE
+            yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename, level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
@@ -226,15 +258,31 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         return  # which pins another version, or has a field of that name itself
     raises = "and raises" if doc.program else "and raises; older versions have it"
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
-        if doc.has(name) and name not in trainer_argument_names():
-            renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
-            yield Match(
-                name,
-                f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
-                f"`{instead}`" if instead else "remove it",
-                rename=None if renamed is None or doc.has(renamed) else renamed,
-                remove=instead is None,
-            )
+        if not doc.has(name) or name in trainer_argument_names():
+            continue
+        is_declared = doc.is_declared(name)
+        if is_declared and doc.call is not None:
+            continue  # the script has an argument of that name itself
+        renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
+        is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
+        is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
+        wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
+        may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
+        fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
+        fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
+        yield Match(
+            name,
+            f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
+            fix,
+            rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
+            remove=(instead is None or is_off) and not may_be_its,
+            level=NOTE if is_declared else WARNING if may_be_its and doc.program else None,
+        )
+
+
+def _instead_of(doc: Document, name: str, instead: str) -> str:
+    ratio = as_float(doc.get(name)) if name == "warmup_ratio" else None
+    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else f"`{instead}`"
 
 
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
@@ -256,7 +304,7 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        if close and not doc.has(close):
+        if close and not doc.has(close) and not doc.is_declared(name):
             level = None if doc.program in OUR_PROGRAMS else NOTE
             message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
             yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)

@@ -29,12 +29,22 @@ def on_several_nodes(call: LauncherCall) -> bool:
     return count is not None and count not in ("1", "1:1") and not re.search(r":-[\"']?1[\"']?\}$", count)
 
 
-def spans_nodes(script: JobScript) -> bool:
-    """Return True if the job has several nodes, as the file or a launcher says: of one node, a variable is 1."""
-    several = [call for call in script.launches if on_several_nodes(call)]
-    if script.nodes == 1:
-        several = [call for call in several if "$" not in str(call.options[NODE_COUNT[call.tool]])]
-    return (script.nodes or 1) > 1 or bool(several)
+def several(doc: Document, *tools: str) -> list[LauncherCall]:
+    """Return the calls of some launchers on several nodes: where the job has one, or may have, a variable is 1."""
+    is_one = doc.script.nodes == 1 or (doc.kind == SBATCH and doc.script.nodes is None)
+    calls_of = [call for call in calls(doc, *(tools or NODE_COUNT)) if on_several_nodes(call)]
+    return [call for call in calls_of if not (is_one and "$" in str(call.options[NODE_COUNT[call.tool]]))]
+
+
+def is_alone(call: LauncherCall) -> bool:
+    """Return True for a launcher that srun starts on one node, and that is told of no other."""
+    return bool(re.search(r"\bsrun\b.*(?:--nodes[= ]|-N ?)1\b", call.before, re.DOTALL)) and not on_several_nodes(call)
+
+
+def spans_nodes(doc: Document) -> bool:
+    """Return True if a training of the job has several nodes, as the file or a launcher says."""
+    are_alone = bool(doc.script.launches) and all(map(is_alone, doc.script.launches))
+    return ((doc.script.nodes or 1) > 1 and not are_alone) or bool(several(doc))
 
 
 def elastic_range(call: LauncherCall) -> tuple[str, str] | None:
@@ -64,7 +74,7 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
     """Where the head's name is not found, every node takes itself for the head: it waits for the others until it times
     out, or trains alone."""
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
-    for found, line in doc.script.find(pattern) if spans_nodes(doc.script) else ():
+    for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
         yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line)
 
@@ -75,8 +85,8 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
     many trainings as nodes, which write into the same folder."""
     nodes = doc.script.nodes or 1
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
-        named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"}
-        if call.is_complete and not named and not doc.script.mentions(r"\bPET_NNODES=|srun\b.*(?:--nodes[= ]|-N ?)1\b"):
+        named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
+        if call.is_complete and not named and not doc.script.mentions(r"\bPET_NNODES="):
             option = NODE_COUNT[call.tool].replace("num-machines", "num_machines")
             yield Match(call.tool, f"{nodes} nodes start a training each", f"`--{option} {nodes}`", line=call.line)
 
@@ -85,9 +95,9 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
 def no_rendezvous(doc: Document) -> Iterator[Match]:
     """torchrun on several nodes without an endpoint meets at the node's own localhost: each node waits for the others
     at itself. c10d reads `--rdzv-endpoint` alone; the static rendezvous reads `--master-addr` too."""
-    for call in calls(doc, "torchrun"):
+    for call in several(doc, "torchrun"):
         named = master(call) or call.options.keys() & {"rdzv-conf", "standalone"} or not call.is_complete
-        if on_several_nodes(call) and not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
+        if not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
             unread = [f"--{name}" for name in ("master-addr", "master-port") if name in call.options]
             message = "each node waits for the others at its own localhost"
             message += f": {call.options.get('rdzv-backend')} does not read {' and '.join(unread)}" if unread else ""
@@ -99,10 +109,10 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
 def node_rank_missing(doc: Document) -> Iterator[Match]:
     """With the static rendezvous every node has rank 0 unless it is told another one."""
     names = {"torchrun": "node-rank", "accelerate": "machine-rank"}
-    for call in calls(doc, *names):
+    for call in several(doc, *names):
         static = is_static(call) and call.is_complete and not call.options.keys() & {"config-file", "rdzv-conf"}
         told = names[call.tool] in call.options or doc.script.mentions(r"\bPET_NODE_RANK=")
-        if on_several_nodes(call) and static and master(call) and not told:
+        if static and master(call) and not told:
             message = "every node has rank 0"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
@@ -113,9 +123,9 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     """`accelerate launch` starts DeepSpeed on several nodes through pdsh and a hostfile, which it takes to be named
     `None`: each node trains a world of its own. With a hostfile, the whole environment, tokens included, is written to
     `.deepspeed_env`, which everybody may read."""
-    for call in calls(doc, "accelerate"):
+    for call in several(doc, "accelerate"):
         deepspeed = call.options.keys() & {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
-        if on_several_nodes(call) and deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
+        if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
             yield Match("--deepspeed_multinode_launcher", "DeepSpeed is started through pdsh", fix, line=call.line)
 
@@ -124,9 +134,9 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
 def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
     """A launcher that is left from an earlier attempt, or another job with the same head, joins the rendezvous of the
     same id; without `--rdzv-id` it is `none`."""
-    for call in calls(doc, "torchrun"):
+    for call in several(doc, "torchrun"):
         named = call.options.get("rdzv-id")
-        if on_several_nodes(call) and "rdzv-backend" in call.options and "$" not in (named or ""):
+        if "rdzv-backend" in call.options and "$" not in (named or ""):
             value = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" if doc.kind == SBATCH else "$SKYPILOT_TASK_ID"
             fix = f'`--rdzv-id "{value}"`'
             message = f"the id is {named or 'none'} in every attempt and every job"
@@ -169,11 +179,14 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
     """The batch script runs once, on the first node: it expands `$SLURM_PROCID` to 0 before srun copies the command, so
     every node becomes rank 0 (accelerate#2816)."""
     script = doc.script
-    on_many = spans_nodes(script) or script.directives.get("ntasks", ("1", 0))[0] != "1"
+    on_many = spans_nodes(doc) or script.directives.get("ntasks", ("1", 0))[0] != "1"
     agreed = script.launches and not any(map(is_static, script.launches))
+    has_launcher = script.mentions(r"\b(?:torchrun|accelerate launch|torch\.distributed\.(?:run|launch))\b")
     for found in TASK_VARIABLE.finditer(script.text) if on_many and not agreed else ():
         start = script.text.rfind("\n", 0, found.start()) + 1
-        reports = re.match(r"\s*(echo|printf)\b", script.text[start : found.start()])
+        before = script.text[start : found.start()]
+        is_set_anew = has_launcher and re.search(r"\bLOCAL_RANK=\S*$", before)  # by it, for each rank
+        reports = is_set_anew or re.match(r"\s*(echo|printf)\b", before)
         if script.expands_at(found.start()) and not reports:
             message = f"${found[1]} is expanded on the first node: every node gets 0"
             fix = f"`srun bash -c '... ${found[1]} ...'` in single quotes, or torchrun with --rdzv-backend c10d"
@@ -215,10 +228,10 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
 @rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")
 def fixed_port(doc: Document) -> Iterator[Match]:
     """Two jobs that share a node with the same port: the second one fails, or joins the first."""
-    for call in calls(doc, "torchrun", "accelerate"):
+    for call in several(doc):
         for name in PORT_OPTIONS if is_static(call) else PORT_OPTIONS[:1]:
             value = call.options.get(name) or ""
-            if on_several_nodes(call) and FIXED_PORT.fullmatch(value) and value.rpartition(":")[2] != "0":
+            if FIXED_PORT.fullmatch(value) and value.rpartition(":")[2] != "0":
                 fix = "`PORT=$((20000 + SLURM_JOB_ID % 10000))`"
                 yield Match(f"--{name}", f"every job uses port {value.rpartition(':')[2]}", fix, line=call.line)
 
@@ -283,12 +296,14 @@ def short_shutdown(doc: Document) -> Iterator[Match]:
             yield Match("--shutdown-timeout", "ranks have 30 s to save after the signal", fix, line=call.line)
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
+@rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
     """A launcher that fails on one node leaves those of the others waiting for a collective: the job pays for all nodes
     until a timeout."""
-    script = doc.script
-    if not script.launches or not spans_nodes(script) or script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
+    if not spans_nodes(doc) or doc.script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
-    for _, line in list(script.find(r"\bsrun\b"))[:1]:
-        yield Match("srun", "the other nodes wait after one has failed", "`srun --kill-on-bad-exit=1`", line=line)
+    for call in [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)][
+        :1
+    ]:
+        message = "the other nodes wait after one has failed"
+        yield Match("srun", message, "`srun --kill-on-bad-exit=1`", line=call.line)

@@ -26,6 +26,8 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
     is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
     if program_of(doc.data) != program and not is_command:
+        if program == "trl" and doc.program == "trl" and doc.call is None:
+            yield from _old_names(doc)
         return
     if doc.call is not None and doc.program != program != "trl":  # a script with a few of its words
         return
@@ -37,6 +39,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     for key in unknown:
         instead = schema.replacement(key)
+        if not (program == "trl" and is_command) and doc.is_declared(key):
+            continue  # a script, or the project's own copy of the program
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
             continue  # the first is another rule's
         fix = "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
@@ -47,14 +51,38 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", WARNING
-            fix = "the version that has it, or remove it"
+            instead = TRAINING_ARGUMENTS_REMOVED.get(key)
+            fix = f"`{instead}`" if instead else "the version that has it, or remove it"
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
-            level = WARNING
+            level = WARNING if doc.has_trl_parser else NOTE
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         yield Match(
             key, message, fix, rename=None if name is None or of_own_script or doc.has(name) else name, level=level
         )
+
+
+def _old_names(doc: Document) -> Iterator[Match]:
+    """Old names in a file without a model, which its command may name, where nothing else is of a script."""
+    schema = program_schema("trl")
+    unknown = schema.unknown(doc.data)
+    if not {"model", "model_name", "model_id"} & doc.data.keys() and all(key in schema.known for key in unknown):
+        for key in [key for key in unknown if key in schema.renamed and not doc.is_declared(key)]:
+            instead = schema.replacement(key)
+            message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
+            yield Match(key, message, f"`{instead}`" if instead else "remove it", level=WARNING)
+
+
+def is_trls_own(doc: Document) -> bool:
+    """Return True for a file that TRL's own parser reads: it has no setting that no version of TRL had, and no script
+    that is known to train with TRL."""
+    schema = program_schema("trl")
+    unknown = schema.unknown(doc.data) if program_of(doc.data) == "trl" else ["of another program"]
+    return not any(
+        key not in schema.scripts and _is_of_a_script(schema, key)
+        for key in unknown
+        if key not in TRAINING_ARGUMENTS_REMOVED
+    )
 
 
 def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:

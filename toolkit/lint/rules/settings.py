@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from toolkit.lint.document import DEEPSPEED, Document
+from toolkit.convert.programs import FOREIGN
+from toolkit.lint.document import DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
 from toolkit.presets.preset import presets_root
 
@@ -48,8 +49,8 @@ def as_enum(value: Any) -> str:
 
 
 def is_template(value: Any) -> bool:
-    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`."""
-    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<"))
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `dummy`."""
+    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<") or value == "dummy")
 
 
 def shorten(value: Any) -> str:
@@ -136,6 +137,13 @@ def level_for_trainer(doc: Document) -> str | None:
     """Return the level of what concerns the Trainer alone: a JSON without one `auto` may be for a script of its own."""
     in_json = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
     return NOTE if in_json else None
+
+
+def trainer_of(doc: Document) -> Document | None:
+    """Return the Trainer arguments that a JSON or an accelerate YAML is used with, where these are known to be all."""
+    reader = doc.named_by
+    is_known = reader is not None and reader.is_complete and reader.program in (*OUR_PROGRAMS, *FOREIGN[:2])
+    return reader if is_known else None
 
 
 def stage_of(doc: Document) -> int:

@@ -72,9 +72,12 @@ def not_exported(doc: Document) -> Iterator[Match]:
     names = {name for tool in ("all", *(call.tool for call in script.launches)) for name in table.get(tool, ())}
     reported = set()
     for found in ASSIGNED.finditer(script.text):
-        for name in re.findall(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
+        for place in re.finditer(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
+            name, quotes = place[1], found[1][: place.start()].count('"')
             is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
-            if name not in names or name in reported or is_continued or _in_spans(found.start(), script.strings):
+            if name not in names or name in reported or is_continued or quotes % 2:
+                continue
+            if _in_spans(found.start(), script.strings):
                 continue
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue

@@ -76,12 +76,12 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     words = doc.get("fsdp").split() if isinstance(doc.get("fsdp"), str) and as_bool(doc.get("fsdp")) is None else []
     version = as_int(fsdp_setting(doc, "version", 2))
     for word in words if doc.program in OUR_PROGRAMS else ():
-        if word not in FSDP_WORDS and not is_template(word):
+        name = word.lower() if version == 1 and word.lower() in FSDP_WORDS[:5] else word  # version 1 folds case
+        if name not in FSDP_WORDS and not is_template(word):
             yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
-        elif word in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
-            yield Match(
-                "fsdp", f"{word} is refused under FSDP2, the default", "`fsdp_config: {version: 1}`, or `full_shard`"
-            )
+        elif name in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
+            fix = "no fsdp" if name == "no_shard" else "`full_shard`"
+            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix)
 
 
 @rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
@@ -203,16 +203,20 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
         yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
 
 
-@rule(WARNING, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
+@rule(NOTE, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` still work but are deprecated; they mean FSDP2 unless `fsdp_config` asks for version 1, and FSDP2
-    refuses the hybrid ones."""
+    refuses the hybrid ones. In version 1 accelerate takes `FSDP_SHARDING_STRATEGY` of the environment, or FULL_SHARD,
+    whatever the word is."""
     value = doc.get("fsdp")
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
-        version = as_int(fsdp_setting(doc, "version", 2))
-        reshard = "false" if "shard_grad_op" in str(value) else "true"
-        fix = f"`fsdp: true`, `fsdp_config: {{version: {version}, reshard_after_forward: {reshard}}}`"
-        yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
+        version, named = as_int(fsdp_setting(doc, "version", 2)), str(value).lower()
+        reshard = "false" if "shard_grad_op" in named else "true"
+        fix = f"`fsdp: true`, `fsdp_config: {{version: 2, reshard_after_forward: {reshard}}}`"
+        if version == 1 and re.search("shard_grad_op|no_shard|hybrid", named):
+            yield Match("fsdp", f"{shorten(value)} runs FULL_SHARD in version 1", fix, level=WARNING)
+        else:
+            yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
 
 
 @rule(

@@ -1,0 +1,93 @@
+"""Files that a configuration or a command names, and the Python files that may read its settings.
+
+>>> declares("class Mine:\\n    warmup_ratio: float = 0.1\\n", "warmup_ratio"), declares("", "warmup_ratio")
+(True, False)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.convert.programs import A_SCRIPT
+from toolkit.files.paths import is_file
+
+MAX_PATH_LENGTH = 1024
+MAX_LEVELS = 12
+MAX_SOURCES, MAX_SOURCE_BYTES = 1000, 200_000
+_TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
+
+
+def find_named(named: str, path: str) -> Path | None:
+    """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
+    the configuration's folder or one around it, where its author may start the program."""
+    if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
+        return None
+    folder = Path(path).parent
+    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
+    candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
+    return next(filter(is_file, candidates), None)
+
+
+# -- Python files
+
+
+def source_of(script: str, path: str) -> str:
+    """Return the text of a script and of the Python files beside it; empty where it is not here."""
+    name = re.sub(r"^\$\{?\w+\}?/", "", script)
+    name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
+    in_project = (each for each in project_files(Path(path).absolute().parent) if str(each).endswith(f"/{name}"))
+    file = find_named(name, path) or next(in_project, None) if script else None
+    return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
+
+
+@functools.lru_cache(maxsize=64)
+def project_files(folder: Path) -> tuple[Path, ...]:
+    """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
+    marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
+    around = [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each.parent != each and each != Path.home()]
+    root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
+    if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
+        return ()
+    files: list[Path] = []
+    for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES):
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "site-packages"]
+        files += [Path(place, name) for name in names if name.endswith(".py")]
+    return tuple(files)
+
+
+@functools.lru_cache(maxsize=64)
+def project_source(folder: Path, name: str = "") -> str:
+    """Return the text of the Python files of a project, or of those with a name."""
+    return _texts([each for each in project_files(folder) if name in ("", each.name)])
+
+
+def _texts(files: Sequence[Path]) -> str:
+    texts = []
+    for file in files[:MAX_SOURCES]:
+        with contextlib.suppress(OSError):
+            texts.append(file.read_bytes()[:MAX_SOURCE_BYTES].decode(errors="replace"))
+    return "\n".join(texts)
+
+
+def reader_in(source: str, *, is_trainer: bool) -> str | None:
+    """Return who reads a script's arguments, as its source says it; None where that says nothing."""
+    if "H4ArgumentParser" in source:  # which drops words behind a file that its dataclasses do not have
+        return A_SCRIPT
+    if re.search(r"\b(?:HfArgument|Trl)Parser\b", source):
+        takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
+        is_plain = is_trainer and "TrainingArguments" in source
+        return None if takes_others or not is_plain else "transformers"
+    return A_SCRIPT if re.search(r"\bArgumentParser\(|\btyper\.|\bfire\.Fire\(|@click\.", source) else None
+
+
+def declares(source: str, name: str) -> bool:
+    """Return True where a source has a field of a dataclass, or an option of a parser, of that name, or pops it."""
+    field, option = re.escape(name), re.escape(name).replace("_", "[-_]")
+    pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
+    return re.search(pattern, source, re.MULTILINE) is not None
