@@ -26,10 +26,10 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from toolkit.models import count_from_transformers as counting
-from toolkit.models.families import TERMS, decides, evaluate, family_count, is_size, nested, scalars
-from toolkit.models.read_model import COUNTED, known_models
+from toolkit.models.families import COUNTED, TERMS, decides, evaluate, family_count, is_size, nested, scalars
+from toolkit.models.read_model import known_models
 
-SMALL, STEP = 512, 24
+SMALL = 512
 SAME = ("layers_of_kind", "kind_of_layer", "outer", "adapters_of_layer", "outer_adapters", "num_kv_heads", "head_dim")
 POWERS = {Fraction(2) ** power: power for power in (-2, -1, 1, 2)}
 Leaves = dict[str, int]
@@ -59,7 +59,7 @@ def derive(path: Path) -> dict[str, Any]:
     kinds = counting._kind_of_each_layer(model)
     resolved = scalars(config.to_dict())
 
-    def built(sizes: Mapping[str, int]) -> Leaves:
+    def built(sizes: Mapping[str, Any]) -> Leaves:
         changed = copy.deepcopy(values)
         for name, size in sizes.items():
             *folders, last = name.split(".")
@@ -74,7 +74,7 @@ def derive(path: Path) -> dict[str, Any]:
     switches = [name for name, value in resolved.items() if isinstance(value, bool) and _reachable(values, name)]
     base = {name: resolved[name] for name in names}
     start = built(base)
-    free = [name for name in switches if _same(lambda name=name: built(base | {name: not resolved[name]}), start)]
+    free = [name for name in switches if _same(built, base | {name: not resolved[name]}, start)]
     doubled: dict[str, Leaves] = {}
     for name in names:
         try:
@@ -88,19 +88,20 @@ def derive(path: Path) -> dict[str, Any]:
     for place, value in start.items():
         moved = {name: Fraction(doubled[name][place], value) for name in doubled if doubled[name][place] != value}
         if all(ratio in POWERS for ratio in moved.values()):
-            term = _product(value, base, moved)
+            term: str | None = _product(value, base, moved)
         else:
             for pair in itertools.combinations(moved, 2):
                 if pair not in pairs:
                     pairs[pair] = built(base | {name: 2 * base[name] for name in pair})
             term = _sum(place, value, base, list(moved), doubled, pairs)
         terms[place] = term or "|".join([str(value), *moved])
+    step = 3 * next((size for name, size in base.items() if name.endswith("num_attention_heads")), 8)
     for name in (name for name in doubled if base[name] > SMALL):  # what is rounded follows no product
         try:
-            other = built(base | {name: base[name] + STEP})
+            other = built(base | {name: base[name] + step})
         except Exception:  # not a multiple of what it has to be one of
             continue
-        sizes = base | {name: base[name] + STEP}
+        sizes = base | {name: base[name] + step}
         for place, term in terms.items():
             if "|" not in term and evaluate(term, sizes) != other[place]:
                 moved_by = [each for each in doubled if doubled[each][place] != start[place]]
@@ -110,9 +111,9 @@ def derive(path: Path) -> dict[str, Any]:
     return {"fixed": fixed, "free": sorted(doubled), "defaults": stated, "terms": terms}
 
 
-def _same(build: Callable[[], Leaves], start: Leaves) -> bool:
+def _same(build: Callable[[Mapping[str, Any]], Leaves], sizes: Mapping[str, Any], start: Leaves) -> bool:
     try:
-        return build() == start
+        return build(sizes) == start
     except Exception:  # whatever a model's code raises for a switch that it cannot have
         return False
 

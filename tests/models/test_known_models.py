@@ -163,8 +163,10 @@ def test_another_size_of_a_counted_family_has_the_tensors_and_adapters_that_tran
     pairs, wrong = list(scaled_pairs()), []
     for scaled, own in pairs:
         parts = [
-            (each["outer"], each["outer_adapters"], each["adapters_of_layer"], each["num_kv_heads"])
-            + tuple(each["layers_of_kind"][kind] for kind in each["kind_of_layer"])
+            [
+                *(each["outer"], each["outer_adapters"], each["adapters_of_layer"], each["num_kv_heads"]),
+                *(each["layers_of_kind"][kind] for kind in each["kind_of_layer"]),
+            ]
             for each in (scaled, own)
         ]
         wrong += [] if parts[0] == parts[1] else [(own["model_type"], own["num_layers"], own["hidden_size"])]
@@ -197,7 +199,7 @@ def test_a_count_that_takes_too_long_is_scaled_from_the_family_and_the_first_lin
     request = plan_request(written(tmp_path, **values), options)
     assert (request.shape.num_layers, request.shape.activations_from) == (30, "family")
     line = summary(PlanAnswer(request=request, plans=make_plans(request)))
-    assert "(margin: activations scaled from gpt-oss-20b's)" in line
+    assert "(margin: activations scaled from gpt-oss-" in line
 
 
 def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> None:

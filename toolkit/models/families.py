@@ -87,7 +87,9 @@ def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any
 
 def _types(values: Values) -> set[tuple[str, Any]]:
     """The architectures of a configuration and of its parts."""
-    return {(path, name) for path, name in scalars(values).items() if path.rpartition(".")[2] == "model_type"}
+    return {
+        (path, name) for path, name in scalars(values).items() if path.endswith("model_type") and "vision" not in path
+    }
 
 
 @functools.cache
@@ -114,8 +116,10 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
     terms, counted = json.loads((base / TERMS).read_text()), _counted(base)
     old, sizes = (_resolved(each, terms["defaults"]) for each in (_values(base), values))
     kinds = _kinds(_text(values), _text(_values(base)), counted["kind_of_layer"])
-    unknown = {path for each in (old, sizes) for path, value in each.items() if is_size(path, value)} - {*terms["free"]}
-    if kinds is None or any(old.get(path) != sizes.get(path) for path in {*terms["fixed"], *unknown}):
+    # a size that the terms have in another place, for example beside `text_config`
+    names = {path.rpartition(".")[2] for path in terms["free"]}
+    elsewhere = {path for path in {*old, *sizes} if path.rpartition(".")[2] in names} - {*terms["free"]}
+    if kinds is None or any(old.get(path) != sizes.get(path) for path in {*terms["fixed"], *elsewhere}):
         return None
 
     def dimensions(place: str, count: int) -> list[int]:
@@ -139,7 +143,7 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
         value: sizes[path] for path, value in old.items() if path.rpartition(".")[2] in DEPTHS and "vision" in path
     }
     try:
-        own = {
+        described: dict[str, Any] = {
             name: evaluate(terms["terms"][f"size {name}"], sizes) for name in SIZES if f"size {name}" in terms["terms"]
         }
         outer = tensors("outer", _blocks(counted["outer"], depths))
@@ -153,12 +157,15 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
         return None
     if tied != counted["tied_embeddings"]:
         # an embedding that is the head too is in a linear layer, as peft and bitsandbytes see it
-        outer = [[name, shape, tied if "embed_tokens" in name else own] for name, shape, own in outer if name != HEAD]
-        outer += [] if tied else [[HEAD, [own["vocab_size"], own["hidden_size"]], True]]
-    own |= {"num_layers": len(kinds), "tied_embeddings": tied, "outer": outer, "outer_adapters": outer_adapters}
-    own |= {"layers_of_kind": layers, "kind_of_layer": [used.index(kind) for kind in kinds]}
-    own |= {"sliding_window": _text(values).get("sliding_window") or None}
-    return counted | own | {"adapters_of_layer": [of_kind[used.index(kind)] for kind in kinds]}
+        outer = [
+            [name, shape, tied if "embed_tokens" in name else linear] for name, shape, linear in outer if name != HEAD
+        ]
+        outer += [] if tied else [[HEAD, [described["vocab_size"], described["hidden_size"]], True]]
+    window = sizes.get("text_config.sliding_window", sizes.get("sliding_window")) or None
+    described |= {"num_layers": len(kinds), "tied_embeddings": tied, "outer": outer, "outer_adapters": outer_adapters}
+    described |= {"layers_of_kind": layers, "kind_of_layer": [used.index(kind) for kind in kinds]}
+    described |= {"adapters_of_layer": [of_kind[used.index(kind)] for kind in kinds], "sliding_window": window}
+    return counted | described
 
 
 def _adapters(rows: Iterable[tuple[str, Row]], old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -255,7 +262,7 @@ def _widths(layer: Sequence[Row], counted: Values) -> float:
 
 def _width(counted: Values) -> float:
     layers = [_widths(layer, counted) for layer in counted["layers_of_kind"]]
-    return sum(layers[kind] for kind in counted["kind_of_layer"])
+    return float(sum(layers[kind] for kind in counted["kind_of_layer"]))
 
 
 def _elements(layer: Sequence[Row]) -> int:
