@@ -143,6 +143,7 @@ def describe_adapters(model: Any) -> dict[str, Any]:
     """
     names = list(decoder_layers(model))
     renamed = _renamed_targets(model.config.model_type)
+    warnings.simplefilter("ignore")
     refused = refused_modules(model)
     why = {"why_no_adapters": f"it refuses {' and '.join(refused)}"} if refused else {}
     try:
