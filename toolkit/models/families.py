@@ -30,7 +30,7 @@ SIZES = (
     *("num_experts", "experts_per_token"),
 )
 LAYERS, DEPTHS = "num_hidden_layers", ("depth", "num_hidden_layers")
-# Sizes that say which layers are of another kind: the first ones, or each so many.
+# Sizes that say how many of the first layers are of another kind.
 FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 BLOCK = re.compile(r"^(.*?\.)(\d+)\.")
 Row = list[Any]
@@ -223,7 +223,7 @@ def evaluate(term: str, sizes: Values) -> int:
 
 
 def _kinds(new: Values, old: Values, kinds: Sequence[int]) -> list[int] | None:
-    """The kind of each layer: by what the configurations list per layer, or as the counted layers repeat."""
+    """The kind of each layer, where what the configurations say of each layer decides it."""
     count, before = new.get(LAYERS), old.get(LAYERS)
     if not isinstance(count, int) or before != len(kinds):
         return None
@@ -238,14 +238,7 @@ def _kinds(new: Values, old: Values, kinds: Sequence[int]) -> list[int] | None:
     if all(kind_of[marks(old, at)] == kind for at, kind in enumerate(kinds)):
         result = [kind_of.get(marks(new, at), -1) for at in range(count)]
         return None if -1 in result else result
-    if any(new.get(name) != old.get(name) for name in FIRST_LAYERS):
-        return None
-    repeats = ((start, period) for start in range(4) for period in range(1, 9) if start + 2 * period <= before)
-    repeats = ((s, p) for s, p in repeats if all(kinds[at] == kinds[at - p] for at in range(s + p, before)))
-    start, period = next(repeats, (0, 0))
-    if not period:
-        return None
-    return [kinds[at if at < start else start + (at - start) % period] for at in range(count)]
+    return None
 
 
 # -- activations
