@@ -184,6 +184,10 @@ def test_what_a_file_trains_and_with_which_loss_is_planned(
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", {"load_in_8bit": True, "load_in_4bit": False}),
         ("t.sh", f"{TRL} --use_peft --load_in_8bit", {"load_in_8bit": True, "fp32_base": None}),
         ("t.sh", f"{TRL} --use_peft", {"fp32_base": True, "lora_r": 16}),  # ModelConfig's default
+        ("t.sh", f"{TRL} --use_peft --load_in_4bit --bnb_4bit_quant_storage bfloat16", {"sharded_4bit": True}),
+        ("t.sh", f"{TRL} --use_peft --load_in_4bit", {"sharded_4bit": None}),
+        ("a.yaml", f"{AXOLOTL}load_in_4bit: true\nquantize_moe_experts: true\n", {"experts_in_4bit": True}),
+        ("a.yaml", f"{AXOLOTL}load_in_4bit: true\n", {"experts_in_4bit": False}),
         ("t.sh", f"{TRL} --use_peft --dtype bfloat16", {"fp32_base": False}),
         ("a.yaml", FULL.partition("deepspeed")[0], {"pure_bf16": True, "preset": ("ddp",)}),
         ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters

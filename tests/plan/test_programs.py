@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from command_line import run_command
 from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.models.job_weights import QuantizedBase, job_weights
+from toolkit.models.read_model import read_model
 from toolkit.models.shape import linear
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import MemoryPlan, plan_memory
@@ -200,3 +203,38 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
     first = out.splitlines()[0]
     assert first.startswith("too close to call on 1 x rtx-4090 with `single`: ")
     assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first
+
+
+def test_4_bit_weights_in_uint8_are_whole_on_each_gpu_under_fsdp2() -> None:
+    """accelerate 1.15 leaves them out of the sharding, so TRL's default holds twice as much on two ranks."""
+    job: dict[str, Any] = {"lora_r": 8, "load_in_4bit": True, "program": "trl", "double_quantization": True}
+    held = planned("fsdp2", 2, **job).states.parameter_bytes
+    sharded = planned("fsdp2", 2, **job, sharded_4bit=True).states.parameter_bytes
+    linear_elements = sum(t.num_elements for layer in llama_8b().layers for t in layer if t.is_linear_weight)
+    assert held - sharded == pytest.approx(linear_elements / 4, rel=1e-6)  # half a byte each, half of them
+    assert planned("ddp", 2, **job).states == planned("ddp", 2, **job, sharded_4bit=True).states
+
+
+def test_other_programs_hold_whole_4_bit_weights_beside_the_shards_until_all_are_sharded() -> None:
+    """`original_sd` refers to the loaded weights to the end, which are on the GPU if bitsandbytes quantized them."""
+    source = inspect.getsource(fsdp2_prepare_model)
+    assert "incompatible_params4bit" in source
+    kept, sharded = source.index("original_sd = model.state_dict()"), source.index("fully_shard(module")
+    assert kept < sharded
+    assert "del original_sd" not in source
+    job: dict[str, Any] = {"lora_r": 8, "load_in_4bit": True, "program": "axolotl"}
+    axolotl, ours = planned("fsdp2", 2, **job), planned("fsdp2", 2, lora_r=8, load_in_4bit=True)
+    loading = [plan.phases[0].allocated_bytes for plan in (axolotl, ours)]
+    assert loading[0] > 2.5 * axolotl.states.parameter_bytes
+    assert loading[1] < 2 * ours.states.parameter_bytes
+    assert planned("fsdp2", 2, **job, fsdp1=True).phases[0].allocated_bytes == loading[1]
+
+
+def test_transformers_leaves_fused_experts_in_bf16_which_the_toolkit_quantizes() -> None:
+    model, kind = read_model("mistralai/Mixtral-8x7B-v0.1"), QuantizedBase(experts=False)
+    experts = sum(t.num_elements for layer in model.layers for t in layer if t.is_fused_experts)
+    all_of_it, linear_alone = job_weights(model, 8, True), job_weights(model, 8, True, base=kind)
+    difference = linear_alone.held_bytes(2) - all_of_it.held_bytes(2)
+    assert difference / experts == pytest.approx(2 - 0.5 - 1 / 64, rel=0.01)
+    program = PlanOptions(program="trl", lora_r=8, load_in_4bit=True, preset=("single",), num_processes=(1,))
+    assert not PlannedJob.from_options(program, full_length=True).numerics.experts_in_4bit

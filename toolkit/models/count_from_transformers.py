@@ -13,12 +13,15 @@ the same, except the first layer, so only as many layers are run as it takes to 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import io
 import json
 import signal
 import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -46,7 +49,7 @@ from transformers.utils import logging
 from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
 from toolkit.models.kernel_stand_ins import with_kernels
 from toolkit.models.lora import share_inputs
-from toolkit.models.read_model import ACTIVATION_SECONDS
+from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSORS
 from toolkit.models.shape import COUNTED_PARTS, TOWER
 
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
@@ -67,34 +70,70 @@ Storages = dict[int, int]
 def main(argv: list[str]) -> None:
     """Print the shape of the model that the configuration describes, or one line that says why it cannot be built."""
     logging.set_verbosity_error()
-    folder, name = str(Path(argv[0]).parent), Path(argv[0]).name
-    try:
-        config = AutoConfig.from_pretrained(folder, _configuration_file=name, trust_remote_code=False)
-        with torch.device("meta"):
-            model = model_class(config).from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises for an arbitrary configuration
-        sys.exit(f"error: {_first_line(error)}")
-    described = describe_tensors(model) | describe_activations(model)
-    print(json.dumps(described | describe_adapters(model)))  # last: peft changes the model
-
-
-def describe_activations(model: Any) -> dict[str, Any]:
-    """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
     warnings.simplefilter("ignore")  # they address people who train
+    path = Path(argv[0])
+    with limited_seconds(), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            config = read_configuration(path)
+            with torch.device("meta"):
+                model = model_class(config).from_config(config, trust_remote_code=False)
+            progress("tensors")
+            described, kinds = describe_tensors(model), _kind_of_each_layer(model)
+            fewer = _with_fewer_layers(model.config, kinds)
+            progress("adapters")
+            adapters = _adapters_of_kinds(model, kinds)
+        except Exception as error:  # whatever transformers raises for an arbitrary configuration
+            print(f"{REFUSED}{_first_line(error)}")
+            sys.exit(1)
+        print(json.dumps(described | describe_activations(fewer, kinds) | adapters))
+
+
+def read_configuration(path: Path) -> Any:
+    """Return transformers' configuration; no code of the hub is run for it."""
+    values = json.loads(path.read_text())
+    if same := SAME_TENSORS.get(values.get("model_type")):
+        return AutoConfig.for_model(same, **{name: value for name, value in values.items() if name != "model_type"})
+    return AutoConfig.from_pretrained(str(path.parent), _configuration_file=path.name, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def limited_seconds() -> Iterator[None]:
+    """Raise TimeoutError inside once this process has used `COUNTING_CPU_SECONDS` of a processor since it started."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"its forward takes more than {ACTIVATION_SECONDS} s on fake tensors")
+        raise TimeoutError(f"its count takes more than {COUNTING_CPU_SECONDS} s of a processor")
 
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, ACTIVATION_SECONDS)
-    rows, reason = [], None
+    signal.setitimer(signal.ITIMER_PROF, max(0.1, COUNTING_CPU_SECONDS - time.process_time()))
     try:
-        rows = count_activations(model)
-    except Exception as error:  # whatever an arbitrary architecture does with values that are not there
-        reason = _first_line(error)
+        yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def progress(what: str) -> None:
+    """Say on the terminal what is counted now."""
+    print(f"counting: {what}", file=sys.__stderr__, flush=True)
+
+
+def describe_activations(config: Any, kinds: list[str]) -> dict[str, Any]:
+    """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
+    rows, reason = [], None
+    try:
+        rows = _rows_of_both(config, kinds)
+    except Exception as error:  # whatever an arbitrary architecture does with values that are not there
+        reason = _first_line(error)
     return {"activations": rows, "counted_rank": RANKS[0], "why_not_counted": reason}
+
+
+def _adapters_of_kinds(model: Any, kinds: list[str]) -> dict[str, Any]:
+    """Adapters of all layers, from a model that has one of each kind: peft takes 11 s for DeepSeek-V3's 61."""
+    with torch.device("meta"):
+        smaller = model_class(model.config).from_config(_with_fewer_layers(model.config, kinds, tower=True))
+    kinds_of_smaller = _kind_of_each_layer(smaller)  # before peft changes the model
+    adapters = describe_adapters(smaller)
+    of_kind = dict(zip(kinds_of_smaller, adapters["adapters_of_layer"], strict=True))
+    return adapters | {"adapters_of_layer": [of_kind[kind] for kind in kinds]}
 
 
 def describe_adapters(model: Any) -> dict[str, Any]:
@@ -220,7 +259,10 @@ def count_activations(model: Any) -> list[Row]:
     Raises whatever the model's code raises where it reads tensor values, which fake tensors do not have.
     """
     kinds = _kind_of_each_layer(model)
-    config = _with_fewer_layers(model.config, kinds)
+    return _rows_of_both(_with_fewer_layers(model.config, kinds), kinds)
+
+
+def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
     return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
 
 
@@ -239,8 +281,8 @@ def _kind_of_each_layer(model: Any) -> list[str]:
     return [f"{layer_type} {own}" for layer_type, own in zip(types, tensors, strict=False)]
 
 
-def _with_fewer_layers(config: Any, kinds: list[str]) -> Any:
-    """The configuration cut to the first layers, as many as contain each kind after the first layer."""
+def _with_fewer_layers(config: Any, kinds: list[str], *, tower: bool = False) -> Any:
+    """The configuration cut to the first layers, as many as contain each kind after the first; a tower to one layer."""
     needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -251,7 +293,7 @@ def _with_fewer_layers(config: Any, kinds: list[str]) -> Any:
         text.num_hidden_layers = needed
         if shared := getattr(text, "num_kv_shared_layers", None):  # the last layers, which use keys of earlier ones
             text.num_kv_shared_layers = max(0, shared - (len(kinds) - needed))
-    for name in ("depth", "num_hidden_layers"):  # a tower is built, and not run
+    for name in () if tower else ("depth", "num_hidden_layers"):  # a tower is built, and not run
         if getattr(vision := getattr(config, "vision_config", None), name, None):
             setattr(vision, name, 1)
     return config
@@ -305,6 +347,7 @@ def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
 
 def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bool = True) -> Row:
     """Coefficients of each of `COUNTED_PARTS`; without `peaks`, `backward` is zero."""
+    progress(f"activations, {'bf16 copies of fp32 weights' if autocast else 'bf16 weights'}, mask: {mask}")
     names = list(decoder_layers(model))
     name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
     measure_peaks = name_of_kind.values() if peaks else ()

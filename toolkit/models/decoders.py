@@ -127,6 +127,20 @@ def llama_shape(model_type: str, fields: ConfigFields) -> ModelShape | None:
     return replace(shape, layers=layers, outer=outer)
 
 
+def with_next_token_layers(shape: ModelShape, fields: ConfigFields) -> ModelShape:
+    """Return MiMo, a Qwen2 with layers that predict further tokens, which no forward pass of a fine-tune runs."""
+    hidden, extra = shape.hidden_size, []
+    for index in range(fields.size("num_nextn_predict_layers", default=1)):
+        name = f"model.mtp_layers.{index}"
+        norms = (f"{name}.{each}_layernorm.weight" for each in ("token", "hidden", "final"))
+        extra += [
+            *(Tensor(name=each, shape=(hidden,)) for each in norms),
+            *linear(f"{name}.input_proj", hidden, 2 * hidden),
+        ]
+        extra += [replace(tensor, name=f"{name}.{tensor.name}") for tensor in shape.layers[0]]
+    return replace(shape, outer=(*shape.outer, *extra))
+
+
 def _head(name: str, shape: ModelShape) -> Layer:
     return () if shape.tied_embeddings else linear(name, shape.vocab_size, shape.hidden_size)
 

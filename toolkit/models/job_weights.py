@@ -26,6 +26,10 @@ class QuantizedBase:
     double_quantization: bool = True
     upcast_rest: bool = False
     """What is not quantized is held in fp32."""
+    experts: bool = True
+    """Fused experts are quantized like linear layers."""
+    shards: bool = True
+    """4-bit weights are stored in a floating dtype; accelerate leaves those in uint8 out of FSDP2's sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +100,14 @@ class JobWeights:
 
     @cached_property
     def constant_bytes(self) -> int:
-        """Bytes of the constants that decode quantized weights, which no engine shards."""
+        """Bytes that no engine shards: constants that decode quantized weights, and 4-bit weights stored as uint8."""
         if self.base is not None and self.base.bits == 8:
             return total(self.in_4bit, lambda tensor: FP32_BYTES * tensor.shape[0])
-        double = self.base is None or self.base.double_quantization
-        return total(self.in_4bit, lambda tensor: constant_bytes(tensor, double_quantization=double))
+        base = self.base or QuantizedBase()
+        whole = 0 if base.shards else total(self.in_4bit, lambda tensor: -(-tensor.num_elements // 2))
+        return whole + total(
+            self.in_4bit, lambda tensor: constant_bytes(tensor, double_quantization=base.double_quantization)
+        )
 
     @cached_property
     def num_upcast(self) -> int:
@@ -194,16 +201,24 @@ def job_weights(
     kinds = shape.layer_kinds
     if lora_r is None:
         return JobWeights(shape=shape, stored={kind: kind for kind in kinds}, frozen_tower=frozen_tower)
-    in_8bit = base is not None and base.bits == 8
+    in_8bit, form = base is not None and base.bits == 8, base or QuantizedBase()
     outer = outer_lora(shape, lora_r, lora_target_modules)
     tensors = [(tensor, count) for kind, count in kinds.items() for tensor in kind]
-    quantized = [(t, n) for t, n in tensors if (t.is_linear_weight if in_8bit else t.is_quantized)]
-    packed = packed_layer_8bit if in_8bit else packed_layer
+    linear_alone = in_8bit or not form.experts
+    quantized = [(t, n) for t, n in tensors if (t.is_linear_weight if linear_alone else t.is_quantized)]
+
+    def packed(kind: Layer) -> Layer:
+        if in_8bit:
+            return packed_layer_8bit(kind, element_bytes=element_bytes)
+        if not form.shards:
+            kind = tuple(t for t in kind if not (t.is_linear_weight if linear_alone else t.is_quantized))
+        return packed_layer(kind, element_bytes=element_bytes, experts=form.experts)
+
     load_in_4bit |= in_8bit
     return JobWeights(
         shape=shape,
         base=base,
-        stored={kind: packed(kind, element_bytes=element_bytes) if load_in_4bit else kind for kind in kinds},
+        stored={kind: packed(kind) if load_in_4bit else kind for kind in kinds},
         adapters={kind: lora_layer(shape, kind, lora_r, lora_target_modules) for kind in kinds},
         outer_adapters=tuple(tensor for tensor in outer if not (frozen_tower and is_of_images(tensor))),
         in_4bit=tuple(quantized) if load_in_4bit else (),

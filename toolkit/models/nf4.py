@@ -68,16 +68,18 @@ def as_in_training(model: Any) -> Iterator[str | None]:
             module.support_avx512bf16_for_cpu = support
 
 
-def packed_layer(layer: Layer, *, element_bytes: int) -> Layer:
+def packed_layer(layer: Layer, *, element_bytes: int, experts: bool = True) -> Layer:
     """Return a decoder layer's tensors as they are stored: 4-bit ones in one column of elements of the compute dtype.
 
-    Those are the weights of linear layers and of fused experts: no norms, and no router.
+    Those are the weights of linear layers and, with `experts`, of fused experts: no norms, and no router.
     """
 
     def packed(tensor: Tensor) -> Tensor:
         return replace(tensor, shape=(-(-tensor.num_elements // (2 * element_bytes)), 1), in_linear=False)
 
-    return tuple(packed(tensor) if tensor.is_quantized else tensor for tensor in layer)
+    return tuple(
+        packed(tensor) if (tensor.is_quantized if experts else tensor.is_linear_weight) else tensor for tensor in layer
+    )
 
 
 def packed_layer_8bit(layer: Layer, *, element_bytes: int) -> Layer:

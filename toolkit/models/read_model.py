@@ -3,7 +3,8 @@
 Architectures with formulas are read here in milliseconds. transformers builds all others on the meta device, in a child
 process (`python -m toolkit.models.count_from_transformers`) that imports torch and takes 10 to 30 s. Its answer depends
 on the configuration, on the counting code and on the installed libraries only, so it is stored under a hash of these in
-`cache_folder() / "counted-models"` and read in a millisecond from then on.
+`cache_folder() / "counted-models"` and read in a millisecond from then on. Without these libraries, and where the count
+takes too long, another size of the same family that was counted is scaled (`toolkit.models.families`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
 from toolkit.models.config_fields import ConfigFields, read_config
-from toolkit.models.decoders import shape_from_config, types_with_formulas
+from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
+from toolkit.models.families import COUNTED, NO_DIMENSIONS, family_count
 from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import patches_per_token
@@ -36,19 +38,15 @@ from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
-COUNTED = "counted.json"
-"""What transformers counted of a known model without formulas, beside its configuration."""
 COUNTING_SECONDS = 300
+COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
+REFUSED = "refused: "
+"""Start of the line in which the child process says why it cannot count."""
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
-ACTIVATION_SECONDS = 30  # of processor time: linear attention in Python would take longer
 MAX_REASON = 300  # characters of what transformers says
-# Fields of a configuration that decide no tensor and nothing that is saved.
-NO_DIMENSIONS = {
-    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
-    *("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"),
-    *("max_position_embeddings", "model_max_length"),
-}
+# Models of code on the hub that have the tensors of an architecture of transformers.
+SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
@@ -59,10 +57,13 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     """
     path = config_path(MODEL)
     fields = ConfigFields(read_config(path), str(path))
+    is_mimo = fields.values.get("model_type") == "mimo"
+    if same := SAME_TENSORS.get(str(fields.values.get("model_type"))):
+        fields.values = {k: v for k, v in fields.values.items() if k != "auto_map"} | {"model_type": same}
     _check_type(fields)
     shape = shape_from_config(fields)
     if shape is not None:
-        return shape
+        return with_next_token_layers(shape, fields) if is_mimo else shape
     if not count:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
     counted = count_shape(path, fields.values)
@@ -76,18 +77,37 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
     """
     if (bundled := bundled_count(values)) is not None:
         return shape_from_counted(read_json(bundled))
-    path = cached_count(values)
+    path, error = cached_count(values), missing_package(*COUNTING_LIBRARIES)
+    if (error or config in known_models().values()) and (scaled := _scaled_from_family(values)):
+        return scaled
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
-        return shape_from_counted(read_json(path))
-    if error := missing_package(*COUNTING_LIBRARIES):
+        return _counted_or_scaled(read_json(path), values)
+    if error:
         message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {error.message}"
         raise ToolkitError(message, hint=error.hint)
-    print(f"counting {values['model_type']}, up to {ACTIVATION_SECONDS} s of a processor, once", file=sys.stderr)
-    counted = _run_child(config)
-    shape = shape_from_counted(counted)
+    print(f"counting {values['model_type']}, once, at most {COUNTING_CPU_SECONDS} s of a processor", file=sys.stderr)
+    try:
+        counted = _run_child(config)
+    except ToolkitError:
+        if scaled := _scaled_from_family(values):
+            return scaled
+        raise
+    shape = _counted_or_scaled(counted, values)
     with contextlib.suppress(OSError):  # a read-only cache is no error
         write_text(path, json.dumps(counted))
     return shape
+
+
+def _counted_or_scaled(counted: Any, values: Mapping[str, Any]) -> ModelShape:
+    """The shape that was counted; where the count of its activations did not end, with those of its family."""
+    shape = shape_from_counted(counted)
+    return shape if shape.why_not_counted is None else _scaled_from_family(values) or shape
+
+
+def _scaled_from_family(values: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of another size of a family that was counted; None where no such family has these tensors."""
+    result = family_count(values, [path.parent for path in _bundled_counts().values()])
+    return None if result is None else replace(shape_from_counted(result[0]), scaled_from=result[1])
 
 
 def bundled_count(values: Mapping[str, Any]) -> Path | None:
@@ -125,7 +145,7 @@ def _run_child(config: Path) -> Any:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,  # a library that would ask a question gets no answer
-            capture_output=True,
+            stdout=subprocess.PIPE,  # its stderr is this process's: it says what it counts
             encoding="utf-8",
             errors="replace",
             timeout=COUNTING_SECONDS,
@@ -134,13 +154,14 @@ def _run_child(config: Path) -> Any:
         )
     except subprocess.TimeoutExpired:
         raise ToolkitError(f"{config}: transformers did not build the model within {COUNTING_SECONDS} s") from None
+    lines = done.stdout.splitlines()
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("error: ")
+        refused = next((line for line in lines if line.startswith(REFUSED)), "no reason given")
+        reason = refused.removeprefix(REFUSED)[:MAX_REASON]
         raise ToolkitError(
-            f"{config}: transformers cannot build a language model from it: {reason[:MAX_REASON]}",
+            f"{config}: transformers cannot build a language model from it: {reason}",
             hint=f"architectures that need no transformers: {_known()}",
         )
-    lines = done.stdout.splitlines()
     return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")
 
 
@@ -204,13 +225,13 @@ def known_models() -> Mapping[str, Path]:
 
 @functools.cache
 def bundled_models() -> Mapping[str, Path]:
-    """Return those of the known models that are planned at once: by formulas, or by a count that is shipped."""
+    """Return those of the known models that are planned at once: by formulas, a shipped count, or their family's."""
     values = {name: json.loads(path.read_text()) for name, path in known_models().items()}
     formulas = types_with_formulas()
     return {
         name: known_models()[name]
         for name, each in values.items()
-        if each["model_type"] in formulas or bundled_count(each) is not None
+        if each["model_type"] in formulas or bundled_count(each) is not None or _scaled_from_family(each) is not None
     }
 
 

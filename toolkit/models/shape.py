@@ -204,6 +204,8 @@ class ModelShape:
     """`arithmetic`, or `meta device` if transformers built the model without memory."""
     counted_activations: CountedActivations | None = None
     """Activations counted on fake tensors; None where the formulas of `toolkit.models.activations` apply."""
+    scaled_from: str | None = None
+    """The size of the same family whose counted activations are scaled to this one."""
     why_not_counted: str | None = None
     """Reason for which the activations of an unknown architecture could not be counted; Llama's formulas apply."""
     counted_adapters: Mapping[Layer, Adapters] | None = None
@@ -224,9 +226,11 @@ class ModelShape:
 
     @property
     def activations_from(self) -> str:
-        """Source of the activation sizes: `formulas`, `saved tensors`, or `llama` for lack of both."""
+        """Source of the activation sizes: `formulas`, `saved tensors`, `family` (another size's), or else `llama`."""
         if self.counted_on == "arithmetic":
             return "formulas"
+        if self.scaled_from is not None:
+            return "family"
         return "llama" if self.counted_activations is None else "saved tensors"
 
     @cached_property

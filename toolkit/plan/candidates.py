@@ -145,7 +145,7 @@ class Candidate:
         sizes = self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu.memory_bytes
         planned, possible, memory = map(tenths_of_gib, sizes)
         more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
-        wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from == "llama")
+        wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
         why = f" (margin: {self.memory.margin.reason})" if wide and not self.host_refusal else ""
         return f"{planned} GiB{more} of {memory}{why}"
 

@@ -363,6 +363,10 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
     conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
     if source.program == "trl" and job.lora_r is not None and not quantized:
         found["fp32_base"] = _held(source) == "float32"
+    if job.load_in_4bit and "float" in str(source.values.get("bnb_4bit_quant_storage")):
+        found["sharded_4bit"] = True
+    if job.load_in_4bit and source.program == "axolotl":
+        found["experts_in_4bit"] = is_true(source.values.get("quantize_moe_experts") or False)
     is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
     # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).
     without_masters = is_known and source.method == SFT and {"ddp", "single"} & set(presets)

@@ -156,6 +156,22 @@ class PlanOptions(JobAndGpuOptions):
             show_default=False,
         ),
     ] = None
+    sharded_4bit: Annotated[
+        bool | None,
+        Option(
+            "--sharded-4bit/--no-sharded-4bit",
+            help="4-bit weights in a floating dtype; FSDP2 leaves those in uint8 whole on each GPU",
+            show_default=False,
+        ),
+    ] = None
+    experts_in_4bit: Annotated[
+        bool | None,
+        Option(
+            "--experts-in-4bit/--no-experts-in-4bit",
+            help="4-bit weights: fused experts too, which transformers 5 leaves as they are",
+            show_default=False,
+        ),
+    ] = None
     kbit_training: Annotated[
         bool | None,
         Option(

@@ -16,6 +16,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.methods import reference_buffer_bytes, reference_bytes
 from toolkit.plan.micro_batch import MicroBatch
 from toolkit.plan.planned_job import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, PlannedJob, StageLoad
+from toolkit.plan.programs import TOOLKIT
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
 STATES = PARTS[:4]
@@ -121,7 +122,13 @@ def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
 
 def load(rank: Rank) -> Iterator[PhaseMemory]:
     """Parameters, complete or sharded, and what the engine needs to put them in place."""
-    yield PhaseMemory(phase="load", parameter_bytes=rank.parameters, buffer_bytes=rank.buffers.load_bytes)
+    whole = 0
+    if rank.job.load_in_4bit and rank.job.numerics.program != TOOLKIT and not rank.job.numerics.fsdp1:
+        # accelerate 1.15 keeps the loaded weights until all are sharded, on the GPU if they are bitsandbytes' 4 bits
+        # (`fsdp2_prepare_model`: `original_sd`, line 872); the toolkit sends each rank its shards
+        whole = rank.weights.held_bytes(rank.engine.element_bytes) if rank.engine.traits.uses_fsdp_plugin else 0
+        whole -= rank.weights.constant_bytes if whole else 0  # nobody copies these
+    yield PhaseMemory(phase="load", parameter_bytes=rank.parameters, buffer_bytes=max(rank.buffers.load_bytes, whole))
 
 
 def precompute(rank: Rank) -> Iterator[PhaseMemory]:

@@ -126,6 +126,8 @@ class PlannedJob(Job):
             bits=8 if numerics.load_in_8bit else 4,
             double_quantization=numerics.double_quantization,
             upcast_rest=numerics.kbit_training,
+            experts=numerics.experts_in_4bit,
+            shards=numerics.sharded_4bit,
         )
         return None if base == QuantizedBase() else base
 

@@ -34,6 +34,11 @@ class Numerics:
     kbit_training: bool = False
     """peft's `prepare_model_for_kbit_training`: embeddings, head, norms and the residual stream are fp32."""
     double_quantization: bool = True
+    sharded_4bit: bool = True
+    """4-bit weights in a floating dtype. accelerate 1.15 leaves those in uint8, bitsandbytes' default, out of FSDP2's
+    sharding, so that every rank holds all of them (`fsdp_utils.py:795`)."""
+    experts_in_4bit: bool = True
+    """Fused experts are quantized too; transformers 5 quantizes linear layers alone."""
     fp16: bool = False
     """fp16 with a loss scale in the place of bf16: the same bytes, other kernels."""
     peft_input_cast: bool = False
@@ -68,6 +73,7 @@ class Program:
 
 
 _NONE: Mapping[str, Any] = {}
+_LINEAR_ALONE = {"experts_in_4bit": False}
 _BF16 = {"pure_bf16": True, "fsdp2_masters": True}
 PROGRAMS: Mapping[str, Program] = {
     TOOLKIT: Program(source="", numerics=_NONE, loss="chunked"),
@@ -76,7 +82,8 @@ PROGRAMS: Mapping[str, Program] = {
         "trainer/sft_trainer.py:911, experimental/orpo/orpo_trainer.py:232, experimental/cpo/cpo_trainer.py:222",
         numerics={"double_quantization": False, "peft_input_cast": True, "fp32_base": True},
         full_numerics={"fp32_base": False},
-        quantized_numerics={"peft_input_cast": False, "fp32_base": False},  # the adapters are bf16
+        # the adapters are bf16
+        quantized_numerics={"peft_input_cast": False, "fp32_base": False, "sharded_4bit": False, **_LINEAR_ALONE},
         loss="chunked",
         kbit_methods=("orpo", "simpo"),
     ),
@@ -97,6 +104,7 @@ PROGRAMS: Mapping[str, Program] = {
         "pipelines/train/tuner.py:402 (adapters alone are converted, from fp16)",
         numerics={"peft_input_cast": True},
         full_numerics=_BF16,
+        quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
@@ -111,8 +119,10 @@ PROGRAMS: Mapping[str, Program] = {
         notes=("8-bit optimizers of torchao and an optimizer step inside of the backward are not planned",),
     ),
     "trainer": Program(
-        source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype',
+        source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype; '
+        "utils/quantization_config.py (`bnb_4bit_quant_storage` is uint8)",
         numerics={"peft_input_cast": True},
+        quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},
         full_numerics=_BF16,
     ),
 }
@@ -152,6 +162,8 @@ def numerics_text(numerics: Numerics) -> str:
     parts += [text for name, text in words.items() if getattr(numerics, name)]
     parts += ["fp32 under FSDP2"] if numerics.fsdp2_masters else []
     parts += [] if numerics.double_quantization else ["no double quantization"]
+    parts += [] if numerics.sharded_4bit else ["4-bit weights in uint8, whole on each GPU"]
+    parts += [] if numerics.experts_in_4bit else ["fused experts not quantized"]
     return ", ".join(parts)
 
 
