@@ -13,7 +13,7 @@ from toolkit.engines.tensors import num_trainable_params
 from toolkit.errors import AttestationFailed
 from toolkit.job.job import Job
 from toolkit.observe.attest import attestation
-from toolkit.observe.attest.differences import differences
+from toolkit.observe.attest.differences import Difference, differences
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.train.engine.comm_hooks import hook_name
 from toolkit.train.trainer import observer_parts
@@ -59,3 +59,13 @@ def test_a_communication_hook_that_is_not_ours_is_read_by_its_name() -> None:
 
     model = SimpleNamespace(_comm_hooks=[(bf16_compress_hook, None)])
     assert (hook_name(model), hook_name(torch.nn.Linear(1, 1))) == ("bf16_compress_hook", None)
+
+
+def test_fp16_that_accelerate_leaves_out_on_a_cpu_is_the_scripts_own() -> None:
+    fp32 = Difference(name="compute_dtype", rank=0, expected="float16", found="float32")
+    parts = ObserverParts(expected=ExpectedRun(of_script=True))
+    run: Any = SimpleNamespace(progress=None, single_process=True, rank=0)
+    timer: Any = None
+    for device, is_own in (("cpu", True), ("cuda", False)):
+        trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device(device)))
+        assert attestation.Attestation(run, parts, timer, trainer=trainer).is_of_script(fp32) == is_own
