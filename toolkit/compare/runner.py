@@ -165,13 +165,18 @@ class Runner:
             elif failed := failed_repeat(finished, trial):
                 self.progress.skip(trial.label, f"{failed.label} ended as {failed.status}")
             else:
-                self.progress.start(trial.label)
-                run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
-                steps = self.spec.untimed_steps
-                measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
-                finished[trial.id] = record = TrialRecord.of(measured)
-                self.ledger.append(record)
-                self.progress.finish(record)
+                finished[trial.id] = self.run_trial(trial, position)
+
+    def run_trial(self, trial: Trial, position: int) -> TrialRecord:
+        """Run one trial, and add it to the ledger."""
+        self.progress.start(trial.label)
+        run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
+        steps = self.spec.untimed_steps
+        measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
+        record = TrialRecord.of(measured)
+        self.ledger.append(record)
+        self.progress.finish(record)
+        return record
 
     def run_side_runs(self) -> None:
         """Run each row with a completed trial once more, with a profile or a checkpoint; no speed counts these runs."""
