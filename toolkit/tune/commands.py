@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import typer
 
@@ -95,15 +96,14 @@ def race(runner: Runner, field: Field, options: TuneOptions) -> str | None:
 def compare_options(options: TuneOptions, field: Field) -> CompareOptions:
     """Return the comparison whose variants are the settings, and whose baseline is the user's own."""
     steps = options.untimed_steps + options.trial_steps
-    words, given = options.training_arguments, {"stop_after_steps": steps}
+    words, given = options.training_arguments, dict[str, Any](stop_after_steps=steps)
     if not options.runs_script:
         job = Job.from_argv(words).without(*NOT_IN_TRIALS)
         steps = min(steps, job.max_steps) if job.max_steps > 0 else steps
         words, given = tuple(job.with_values(max_steps=steps).to_argv()), {}
     names = ("script", "module", "untimed_steps", "target_interval", "trial_timeout_minutes", "order_seed")
-    same = {name: getattr(options, name) for name in (*names, "resume", "dry_run", "gpu", "cpu", "output_dir")}
+    given |= {name: getattr(options, name) for name in (*names, "resume", "dry_run", "gpu", "cpu", "output_dir")}
     return CompareOptions(
-        **same,
         **given,
         num_processes=(str(options.world_size),),
         variant=tuple(setting.variant for setting in field.settings),

@@ -6,8 +6,8 @@ the loss and `torch.compile`. The user's own setting is always the first.
 
 The plan prunes before anything runs: what is invalid here, what does not fit, and, on a known GPU, what cannot win,
 because the best case of its step time is slower than the worst case of the best plan. What a plan calls too close is
-tried. Of the rest `--max-settings` are tried: on a GPU those with the shortest planned step, otherwise those that change
-the fewest parts of the user's own setting.
+tried. Of the rest `--max-settings` are tried: on a GPU those with the shortest planned step, otherwise those that
+change the fewest parts of the user's own setting.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Search:
             except ToolkitError as error:
                 yield NotTried(name=preset.name, kind="invalid", why=error.message)
                 continue
-            for batch, *chosen in itertools.product(batches, *axes):
+            for batch, chosen in itertools.product(batches, itertools.product(*axes)):
                 parts = dict(zip(VALUES, chosen, strict=True))
                 setting = self.setting(source, preset, batch, parts, groups=groups)
                 if setting.changed:
@@ -248,9 +248,7 @@ class Search:
         kept = self.job.per_device_train_batch_size
         return [size for size in every if size == kept] if "batch" in self.options.keep else every
 
-    def setting(
-        self, source: str, preset: PresetSpec, batch: int, parts: Mapping[str, str], *, groups: int
-    ) -> Setting:
+    def setting(self, source: str, preset: PresetSpec, batch: int, parts: Mapping[str, str], *, groups: int) -> Setting:
         """Return one combination as a setting, with what of the user's own it changes."""
         own, steps = self.parts_of_own, self.sequences // groups // batch
         sizes = {BATCH_ARGUMENT: batch, ACCUMULATION: steps}
