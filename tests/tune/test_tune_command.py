@@ -53,9 +53,10 @@ def test_a_search_ends_with_its_budget_resumes_and_names_the_command_to_copy(
     assert toolkit("report", str(folder)).returncode == 0
 
 
-def test_a_dry_run_for_another_gpu_prints_what_is_pruned_and_the_time(tmp_path: Path, faq_alpaca: Path) -> None:
-    model = str(Path(__file__).parents[1] / "fixtures" / "qwen3-0.6b")
-    job = ["--model_name_or_path", model, "--dataset", str(faq_alpaca), "--max_seq_length", "128"]
+def test_a_dry_run_for_another_gpu_prints_what_is_pruned_and_the_time(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "128"]
     words = ["tune", "--dry-run", "--gpu", "h100", "--num-processes", "8", "--keep", "loss", "--output-dir"]
     shown = toolkit(*words, str(tmp_path / "tune"), "--", *job, "--per_device_train_batch_size", "1")
     assert shown.returncode == 0, shown.stderr

@@ -64,6 +64,8 @@ class ConsoleProgress(LiveLine):
 
     def __init__(self, total: int) -> None:
         self.total, self.finished, self.name, self.printed = total, 0, "", 0.0
+        self.scope = "in all"
+        """What `total` counts."""
         self.run_seconds: list[float] = []
         """Wall seconds of the trials and side runs that have ended."""
         super().__init__()
@@ -115,7 +117,7 @@ class ConsoleProgress(LiveLine):
         if not self.run_seconds or self.finished >= self.total:
             return ""
         mean = statistics.fmean(self.run_seconds)
-        return f"about {time_left((self.total - self.finished) * mean - min(elapsed, mean))} left in all"
+        return f"about {time_left((self.total - self.finished) * mean - min(elapsed, mean))} left {self.scope}"
 
     def describe(self, elapsed: float) -> str:
         """Return the live line: the run, the time left, and its newest step."""

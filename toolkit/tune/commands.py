@@ -21,7 +21,7 @@ from toolkit.compare.runner import Runner
 from toolkit.compare.specification import open_comparison
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
-from toolkit.errors import EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED
+from toolkit.errors import EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError
 from toolkit.hardware.gpu_table import common_gpu, find_gpu
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, gpu_names
 from toolkit.job.job import Job
@@ -52,6 +52,10 @@ def run_tune(options: TuneOptions, preset: str, *, as_json: bool = False) -> Non
         else:
             print_lines(field_lines(field, options, minutes))
         return
+    if len(field.settings) == 1:
+        why = "; ".join(f"{each.name}: {each.why}" for each in field.not_tried[:1])
+        hint = "`--dry-run` lists them all"
+        raise ToolkitError(f"there is no setting to try but your own ({why or 'every part is kept'})", hint=hint)
     open_comparison(options.output_dir, runner.spec, resume=options.resume)
     runner.ledger.read()  # a damaged line is reported before anything starts
     with comparison_lock(options.output_dir):
@@ -87,8 +91,8 @@ def race(runner: Runner, field: Field, options: TuneOptions) -> str | None:
         expected = expected_duration(trial.row, records, runner.spec)
         if time.monotonic() + (expected.low if expected else 0.0) > ends:
             return f"the budget of {number(options.budget_minutes, 1)} minutes, in round {standing.round}"
-        runner.progress.total = len(known) + len(standing.missing)
-        runner.progress.finished = len(known)
+        runner.progress.total, runner.progress.finished = len(known) + len(standing.missing), len(known)
+        runner.progress.scope = f"in round {standing.round}"
         runner.run_trial(trial, position=len(known))
     return None
 

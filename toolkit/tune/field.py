@@ -37,7 +37,7 @@ from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.tune.options import PARTS, TuneOptions
-from toolkit.units import gib, number
+from toolkit.units import gib, seconds
 
 YOURS = "yours"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -131,7 +131,7 @@ def make_field(options: TuneOptions, preset: str) -> Field:
         if worst is None or best is None or best <= worst:
             left.append(setting)
             continue
-        why = f"at best {number(best)} s per step, and another takes {number(worst)} s at worst"
+        why = f"at best {seconds(best)} per step, and another takes {seconds(worst)} at worst"
         not_tried.append(NotTried(name=setting.name, kind="cannot win", why=why))
     left.sort(key=lambda each: (each.estimate_seconds, len(each.changed), [ORDER.index(part) for part in each.changed]))
     most = max(options.max_settings - 1 - len(named), 0)

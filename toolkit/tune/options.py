@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.compare.options import check_timed_steps
+from toolkit.compare.options import MAX_TRIALS, check_timed_steps
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, PresetNames, TrainingArguments
 from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
@@ -73,6 +73,11 @@ class TuneOptions(ScriptOptions):
         }
         for name, (value, allowed) in limits.items():
             check_range(f"--{name}", value, allowed)
+        if (trials := self.max_settings * self.rounds) > MAX_TRIALS:
+            hint = "fewer `--rounds`, or fewer settings"
+            raise ToolkitError(
+                f"--max-settings x --rounds is {trials:,} trials, expected {MAX_TRIALS:,} or fewer", hint=hint
+            )
         check_timed_steps("--trial-steps", self.trial_steps, untimed_steps=self.untimed_steps)
         for part in self.keep:
             if part not in PARTS:

@@ -1,0 +1,165 @@
+"""`toolkit tune` against all trials of the same twelve settings, on two CPU ranks.
+
+    python benchmarks/tune_on_two_ranks.py --work DIR --search        # the search, in DIR/tune
+    python benchmarks/tune_on_two_ranks.py --work DIR --exhaustive    # every setting in every round, in DIR/all
+    python benchmarks/tune_on_two_ranks.py --work DIR                 # compare the two, and write the result
+
+The job is the small Llama with eight sequences per step, and the user's own setting a poor one: zero2 with a per-GPU
+batch of 1, four accumulation steps and activation checkpointing. Both parts resume where they were stopped. The search
+does as well as it should if its setting is the fastest of all trials, or not shown to be slower by them, and if its
+trials took at most half of the time of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from record import ROOT, print_table, write_result
+from small_job import small_model, words
+
+sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "warm_starts")]
+
+from fork_server import SERVER_VARIABLE, fork_server
+from warm_popen import fork_runs
+
+from toolkit.compare.commands import check_comparison
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, TrialRecord
+from toolkit.compare.significance import common_steps, ratio_confidence
+from toolkit.compare.specification import make_specification, open_comparison
+from toolkit.tune.commands import compare_options, run_tune
+from toolkit.tune.elimination import ratio_interval
+from toolkit.tune.field import make_field
+from toolkit.tune.options import TuneOptions
+from toolkit.tune.standing import stand
+
+ROUNDS = 6
+OWN = "zero2"
+LARGEST_SHARE = 0.5
+
+
+def options_of(folder: Path, model: Path) -> TuneOptions:
+    """Return the search of the small job."""
+    job = {"model_name_or_path": model, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    return TuneOptions(
+        output_dir=folder,
+        preset=(OWN, "ddp"),
+        keep=("loss", "compile"),
+        num_processes=2,
+        cpu=True,
+        rounds=ROUNDS,
+        trial_steps=14,
+        budget_minutes=60,
+        resume=True,
+        training_arguments=tuple(words(**job, activation_checkpointing="true", learning_rate="1e-3")),
+    )
+
+
+def start_server() -> None:
+    """Fork the runs from one process with all imports, so that a trial takes seconds."""
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    fork_runs()
+    os.environ[SERVER_VARIABLE] = fork_server(os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+
+
+def run_all(options: TuneOptions) -> None:
+    """Run every trial of every setting, as `toolkit compare` does."""
+    runner = check_comparison(compare_options(options, make_field(options, OWN)))
+    open_comparison(options.output_dir, runner.spec, resume=True)
+    with runner.progress:
+        runner.run()
+
+
+def trials_in(folder: Path) -> list[TrialRecord]:
+    return [record for record in Ledger(folder / LEDGER_FILE).read().values() if isinstance(record, TrialRecord)]
+
+
+def compare(searched: TuneOptions, everything: TuneOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return facts about both, and a row per setting."""
+    field = make_field(searched, OWN)
+    spec = make_specification(compare_options(searched, field))
+    standing = stand(field.settings, spec, Ledger(searched.output_dir / LEDGER_FILE).read())
+    tuned, trials = trials_in(searched.output_dir), trials_in(everything.output_dir)
+    steps = common_steps(trials)
+    seconds = {
+        setting.name: [
+            statistics.fmean(trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps])
+            for trial in sorted(trials, key=lambda trial: trial.repeat)
+            if trial.preset == setting.name and trial.completed
+        ]
+        for setting in field.settings
+    }
+    logs = {name: [math.log(each) for each in values] for name, values in seconds.items()}
+    best = min(logs, key=lambda name: statistics.fmean(logs[name]))
+    assert standing.winner is not None
+    winner = standing.winner.setting.name
+    confidence = ratio_confidence(len(logs) - 1)
+    interval = None if winner == best else ratio_interval(logs, winner, best, confidence=confidence)
+    spent, whole = (
+        sum(trial.wall_seconds or 0.0 for trial in each) for each in (trials_in(searched.output_dir), trials)
+    )
+    facts = {
+        "winner": winner,
+        "ended": standing.ended,
+        "exhaustive_winner": best,
+        "ratio_of_winners": math.exp(statistics.fmean(logs[winner]) - statistics.fmean(logs[best])),
+        "ratio_interval": interval,
+        "winner_is_right": interval is None or interval[0] <= 1,
+        "trials": len(tuned),
+        "exhaustive_trials": len(trials),
+        "trial_seconds": spent,
+        "exhaustive_trial_seconds": whole,
+        "share_of_time": spent / whole,
+        "complete": len(trials) == len(logs) * ROUNDS and not standing.missing,
+    }
+    rows = [
+        {
+            "setting": each.setting.name,
+            "outcome": each.outcome,
+            "round": each.round,
+            "trials": len(each.logs),
+            "tuned_seconds_per_step": [math.exp(log) for log in each.logs],
+            "seconds_per_step": seconds[each.setting.name],
+        }
+        for each in standing.measured
+    ]
+    return facts, rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--search", action="store_true", help="run the search")
+    parser.add_argument("--exhaustive", action="store_true", help="run every trial")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    model = small_model(given.work / "small-llama")
+    searched, everything = (options_of(given.work / name, model) for name in ("tune", "all"))
+    if given.search or given.exhaustive:
+        start_server()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            run_tune(searched, OWN) if given.search else run_all(everything)
+        return 0
+    facts, rows = compare(searched, everything)
+    table = [
+        [row["setting"], row["outcome"], row["round"] or "", row["trials"], geometric(row["seconds_per_step"])]
+        for row in sorted(rows, key=lambda row: geometric(row["seconds_per_step"]))
+    ]
+    print_table(("setting", "outcome", "round", "trials", "s per step, all trials"), table)
+    print(facts)
+    print(write_result("tune_on_two_ranks", facts, rows))
+    return int(not (facts["complete"] and facts["winner_is_right"] and facts["share_of_time"] <= LARGEST_SHARE))
+
+
+def geometric(values: list[float]) -> float:
+    return round(statistics.geometric_mean(values), 4) if values else math.nan
+
+
+if __name__ == "__main__":
+    sys.exit(main())
