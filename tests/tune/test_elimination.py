@@ -11,15 +11,18 @@ import pytest
 from launching import ROOT
 
 from toolkit.compare.significance import student_t
-from toolkit.tune.elimination import ERROR, after_round, mean_interval, noise, ratio_interval, round_error
+from toolkit.tune.elimination import ERROR, after_round, mean_interval, noise, ratio_interval
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 import tune as benchmark
 
 
-def test_the_errors_of_all_rounds_and_settings_together_are_the_stated_one() -> None:
-    assert 12 * sum(round_error(12, rounds) for rounds in range(1, 100_000)) == pytest.approx(ERROR, rel=1e-4)
+def test_the_confidence_of_a_round_shares_the_error_among_settings_and_rounds() -> None:
+    figures = {"a": [0.0, 0.0, 0.01], "b": [0.3, 0.32, 0.31]}
+    confidence = 1 - ERROR / (12 * 3 * 4)  # the sum of 1 / (r (r + 1)) over all rounds is 1
+    race = after_round(figures, num_settings=12)
+    assert race.ratios == {"b": ratio_interval(figures, "b", "a", confidence=confidence)}
 
 
 def test_the_noise_is_what_is_left_without_settings_and_rounds() -> None:

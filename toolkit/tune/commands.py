@@ -16,7 +16,6 @@ from toolkit.compare.commands import check_comparison
 from toolkit.compare.ledger import TrialRecord, comparison_lock
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import expected_duration, read_shape
-from toolkit.compare.rows import Trial
 from toolkit.compare.runner import Runner
 from toolkit.compare.specification import open_comparison
 from toolkit.doctor.ops import compile_for_run
@@ -32,7 +31,7 @@ from toolkit.screen_text import print_lines
 from toolkit.tune.field import YOURS, Field, make_field
 from toolkit.tune.options import TuneOptions
 from toolkit.tune.report import field_lines, result_json, result_lines
-from toolkit.tune.standing import Standing, row_of, stand
+from toolkit.tune.standing import stand, trial_of
 from toolkit.units import counted, number
 
 TUNE_FILE = "tune.json"
@@ -45,17 +44,12 @@ def run_tune(options: TuneOptions, preset: str, *, as_json: bool = False) -> Non
     field = make_field(options, preset)
     runner = check_comparison(compare_options(options, field))
     if options.dry_run:
-        minutes = _minutes(runner, field, options)
-        if as_json:
-            content = result_json(field, stand(field.settings, runner.spec, {}), options)
-            print(json.dumps(content, indent=2))
-        else:
-            print_lines(field_lines(field, options, minutes))
+        planned = result_json(field, stand(field.settings, runner.spec, {}), options)
+        print_lines([json.dumps(planned, indent=2)] if as_json else field_lines(planned, _time(runner, field, options)))
         return
     if len(field.settings) == 1:
-        why = "; ".join(f"{each.name}: {each.why}" for each in field.not_tried[:1])
-        hint = "`--dry-run` lists them all"
-        raise ToolkitError(f"there is no setting to try but your own ({why or 'every part is kept'})", hint=hint)
+        why = f"{field.not_tried[0].name}: {field.not_tried[0].why}" if field.not_tried else "every part is kept"
+        raise ToolkitError(f"there is no setting to try but your own ({why})", hint="`--dry-run` lists them all")
     open_comparison(options.output_dir, runner.spec, resume=options.resume)
     runner.ledger.read()  # a damaged line is reported before anything starts
     with comparison_lock(options.output_dir):
@@ -63,7 +57,7 @@ def run_tune(options: TuneOptions, preset: str, *, as_json: bool = False) -> Non
             print_message(ON_CPU_MESSAGE)
         print_message(f"{counted(len(field.settings), 'setting')}, {len(field.not_tried)} not tried")
         compile_for_run(map(runner.spec.preset, runner.spec.preset_sources), on_cpu=options.on_cpu)
-        interrupted = False
+        interrupted, ended = False, None
         try:
             with terminate_as_interrupt(), runner.progress:
                 ended = race(runner, field, options)
@@ -71,29 +65,27 @@ def run_tune(options: TuneOptions, preset: str, *, as_json: bool = False) -> Non
             interrupted, ended = True, "stopped; the same command with `--resume` continues"
         standing = stand(field.settings, runner.spec, runner.ledger.read())
         standing = standing if ended is None else replace(standing, ended=ended)
-        content = result_json(field, standing, options)
-        write_json(options.output_dir / TUNE_FILE, content)
-    if as_json:
-        print(json.dumps(content, indent=2))
-    else:
-        print_lines([*result_lines(field, standing, options), str(options.output_dir / TUNE_FILE)])
+        result = result_json(field, standing, options)
+        write_json(options.output_dir / TUNE_FILE, result)
+    print_lines([json.dumps(result, indent=2)] if as_json else result_lines(result))
+    print_message(str(options.output_dir / TUNE_FILE))
     if interrupted or standing.winner is None:
-        raise typer.Exit(EXIT_RUN_FAILED if interrupted or not _all_out_of_memory(standing) else EXIT_OUT_OF_MEMORY)
+        tried = {each.outcome for each in standing.measured} - {"left", "not_tried"}
+        raise typer.Exit(EXIT_OUT_OF_MEMORY if tried == {"out_of_memory"} and not interrupted else EXIT_RUN_FAILED)
 
 
 def race(runner: Runner, field: Field, options: TuneOptions) -> str | None:
     """Run trials until the search ends or its budget does; return why, if it is the budget."""
     ends = time.monotonic() + 60 * options.budget_minutes
     while (standing := stand(field.settings, runner.spec, records := runner.ledger.read())).missing:
-        setting = standing.missing[0]
-        trial = Trial(row=row_of(setting, runner.spec), repeat=standing.round - 1)
-        known = [each for each in records.values() if isinstance(each, TrialRecord)]
+        trial = trial_of(standing.missing[0], runner.spec, standing.round - 1)
+        finished = sum(isinstance(each, TrialRecord) for each in records.values())
         expected = expected_duration(trial.row, records, runner.spec)
         if time.monotonic() + (expected.low if expected else 0.0) > ends:
             return f"the budget of {number(options.budget_minutes, 1)} minutes, in round {standing.round}"
-        runner.progress.total, runner.progress.finished = len(known) + len(standing.missing), len(known)
+        runner.progress.total, runner.progress.finished = finished + len(standing.missing), finished
         runner.progress.scope = f"in round {standing.round}"
-        runner.run_trial(trial, position=len(known))
+        runner.run_trial(trial, position=finished)
     return None
 
 
@@ -117,21 +109,18 @@ def compare_options(options: TuneOptions, field: Field) -> CompareOptions:
     )
 
 
-def _minutes(runner: Runner, field: Field, options: TuneOptions) -> str:
-    """How long two rounds take, the fewest that eliminate anything, as far as it is known before a trial."""
+def _time(runner: Runner, field: Field, options: TuneOptions) -> str:
+    """How many trials, and how long two rounds take, the fewest that eliminate anything, as far as it is known."""
     gpu = find_gpu(options.gpu) if options.gpu else None if options.on_cpu else common_gpu(gpu_names())
     records, shape = runner.ledger.read(), read_shape(runner.spec.own_job)
-    rows = [row_of(setting, runner.spec) for setting in field.settings]
-    spans = [expected_duration(row, records, runner.spec, shape=shape, gpu=gpu) for row in rows]
+    trials = [trial_of(setting, runner.spec, 0) for setting in field.settings]
+    spans = [expected_duration(trial.row, records, runner.spec, shape=shape, gpu=gpu) for trial in trials]
     known = [span for span in spans if span is not None]
-    budget = f"{number(options.budget_minutes, 1)} minutes at most (--budget-minutes)"
+    text = (
+        f"{counted(len(trials), 'setting')}, 2 to {options.rounds} rounds, {options.budget_minutes:g} minutes at most"
+    )
     if len(known) < len(spans):
-        return f"{budget}; how long a trial takes is known after the first"
+        return f"{text}; how long a trial takes is known after the first"
     low, high = (2 * sum(getattr(span, end) for span in known) / 60 for end in ("low", "high"))
     loading = "" if known[0].source != "planner" else " of steps, without starting and loading"
-    return f"{budget}; two rounds take {number(low, 1)} to {number(high, 1)} minutes{loading}"
-
-
-def _all_out_of_memory(standing: Standing) -> bool:
-    tried = [each for each in standing.measured if each.outcome not in ("left", "not_tried")]
-    return bool(tried) and all(each.outcome == "out_of_memory" for each in tried)
+    return f"{text}; two rounds take {number(low, 1)} to {number(high, 1)} minutes{loading}"

@@ -21,8 +21,6 @@ Each round adds the squared deviations of its figures from the means of the roun
 (Helmert contrasts): a round of k settings has k - 1 degrees of freedom. Where the differences between two settings
 themselves vary more than that, as those of a setting that offloads do, their own variance is taken.
 
->>> round(round_error(12, 2), 6)
-0.000694
 >>> race = after_round({"a": [0.0, 0.01, 0.0], "b": [0.7, 0.7, 0.69], "c": [0.02, 0.0, 0.01]}, num_settings=3)
 >>> race.leader, sorted(race.slower)
 ('a', ['b'])
@@ -49,11 +47,6 @@ Figures = Mapping[str, Sequence[float]]
 quantile = functools.lru_cache(maxsize=4096)(student_t)
 
 
-def round_error(num_settings: int, rounds: int, error: float = ERROR) -> float:
-    """Return the error that one pair of settings may have after this round."""
-    return error / (num_settings * rounds * (rounds + 1))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Race:
     """The settings that are left after a round."""
@@ -78,8 +71,8 @@ def after_round(figures: Figures, *, num_settings: int, error: float = ERROR) ->
     rounds = max(map(len, figures.values()))
     left = {name: values for name, values in figures.items() if len(values) == rounds}
     leader = min(left, key=lambda name: statistics.fmean(left[name]))
-    confidence = 1 - round_error(num_settings, rounds, error)
-    others = {name: ratio_interval(figures, name, leader, confidence=confidence) for name in left if name != leader}
+    confidence, pooled = 1 - error / (num_settings * rounds * (rounds + 1)), noise(figures)
+    others = {name: _ratio(left[name], left[leader], pooled, confidence) for name in left if name != leader}
     return Race(leader=leader, ratios={name: interval for name, interval in others.items() if interval is not None})
 
 
@@ -88,32 +81,36 @@ def noise(figures: Figures) -> tuple[float, int]:
     squares, freedom = 0.0, 0
     for at in range(1, max(map(len, figures.values()), default=0)):
         steps = [values[at] - statistics.fmean(values[:at]) for values in figures.values() if len(values) > at]
-        middle = statistics.fmean(steps)
-        squares += sum((step - middle) ** 2 for step in steps) * at / (at + 1)
+        squares += _squares(steps) * at / (at + 1)
         freedom += len(steps) - 1
     return (squares / freedom if freedom else 0.0), freedom
 
 
 def ratio_interval(figures: Figures, one: str, other: str, *, confidence: float) -> Interval | None:
     """Return the interval of the ratio of two settings, over the rounds of both; None with fewer than two rounds."""
-    pairs = [a - b for a, b in zip(figures[one], figures[other], strict=False)]
-    pooled, freedom = noise(figures)
-    if len(pairs) < 2 or not freedom:
-        return None
-    middle, variance = statistics.fmean(pairs), max(2 * pooled, statistics.variance(pairs))
-    half = quantile(confidence, freedom) * math.sqrt(variance / len(pairs))
-    return _interval(middle, half)
+    return _ratio(figures[one], figures[other], noise(figures), confidence)
 
 
 def mean_interval(figures: Figures, name: str, *, confidence: float = 0.95) -> Interval | None:
     """Return the interval of a setting's geometric mean, with the variance within all settings; None if unknown."""
-    deviations = [(value - statistics.fmean(values)) ** 2 for values in figures.values() for value in values]
-    freedom = len(deviations) - len(figures)
-    if not freedom:
+    freedom = sum(len(values) - 1 for values in figures.values())
+    spread = math.sqrt(sum(map(_squares, figures.values())) / max(freedom, 1) / len(figures[name]))
+    return _interval(statistics.fmean(figures[name]), quantile(confidence, freedom) * spread) if freedom else None
+
+
+def _ratio(
+    one: Sequence[float], other: Sequence[float], pooled: tuple[float, int], confidence: float
+) -> Interval | None:
+    pairs, (variance, freedom) = [a - b for a, b in zip(one, other, strict=False)], pooled
+    if len(pairs) < 2 or not freedom:
         return None
-    middle, spread = statistics.fmean(figures[name]), math.sqrt(sum(deviations) / freedom / len(figures[name]))
-    half = quantile(confidence, freedom) * spread
-    return _interval(middle, half)
+    larger = max(2 * variance, _squares(pairs) / (len(pairs) - 1))
+    return _interval(statistics.fmean(pairs), quantile(confidence, freedom) * math.sqrt(larger / len(pairs)))
+
+
+def _squares(values: Sequence[float]) -> float:
+    middle = statistics.fmean(values)
+    return sum((value - middle) ** 2 for value in values)
 
 
 def _interval(middle: float, half: float) -> Interval:

@@ -12,11 +12,12 @@ change the fewest parts of the user's own setting.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
@@ -40,13 +41,12 @@ from toolkit.tune.options import PARTS, TuneOptions
 from toolkit.units import gib, seconds
 
 YOURS = "yours"
-ACCUMULATION = "gradient_accumulation_steps"
-_CHECKPOINTING, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
+_ON, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
 VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "checkpointing": {
-        "no_checkpointing": {_CHECKPOINTING: False, _OFFLOAD: False},
-        "checkpointing": {_CHECKPOINTING: True, _OFFLOAD: False},
-        "checkpointing_offload": {_CHECKPOINTING: True, _OFFLOAD: True},
+        "no_checkpointing": {_ON: False, _OFFLOAD: False},
+        "checkpointing": {_ON: True, _OFFLOAD: False},
+        "checkpointing_offload": {_ON: True, _OFFLOAD: True},
     },
     "loss": {
         "chunked": {"loss": "auto", "use_liger_kernel": False},
@@ -56,6 +56,8 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "compile": {"eager": {"torch_compile": False}, "compile": {"torch_compile": True}},
 }
 """The values of each part beside preset and batch, as training arguments."""
+ORDER = (*PARTS[1:], PARTS[0])
+"""Settings with as many changes are tried in this order of the parts that they change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +65,15 @@ class Setting:
     """One setting of a job: what of the user's own it changes, and what the plan says of it."""
 
     name: str
-    preset: str
-    """What `load_preset` takes."""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """Training arguments that are not the user's, by name."""
-    words: tuple[str, ...] = ()
-    """Training arguments of its trials beside the user's, with the batch."""
-    changed: tuple[str, ...] = ()
-    """Parts in which it differs from the user's own setting."""
-    family: tuple[str, ...] = ()
-    """The setting without its batch: a larger batch does not fit where a smaller one did not."""
+    preset: str  # what `load_preset` takes
+    changes: Mapping[str, Any] = field(default_factory=dict)  # training arguments that are not the user's
+    words: tuple[str, ...] = ()  # training arguments of its trials beside the user's, with the batch
+    changed: tuple[str, ...] = ()  # parts in which it differs from the user's own setting
+    family: tuple[str, ...] = ()  # the setting without its batch; empty for a script's, and for a variant
     batch: int = 0
-    verdict: str | None = None
-    """The plan's verdict; None where nothing is planned."""
+    verdict: str | None = None  # the plan's; None where nothing is planned
     planned_step_seconds: tuple[float, float] | None = None
-    estimate_seconds: float = 0.0
-    """The planned step, for the order; 0 where none is planned."""
+    estimate_seconds: float = 0.0  # the planned step, for the order; 0 where none is planned
 
     @property
     def added_words(self) -> tuple[str, ...]:
@@ -91,18 +86,15 @@ class Setting:
         return f"{self.name}={shlex.join([self.preset, *self.words])}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotTried:
-    """A setting that is not tried, or a preset of which none is."""
+class NotTried(NamedTuple):
+    """A setting that is not tried; or a preset, or a value of a part, of which none is."""
 
     name: str
-    kind: str
-    """`invalid`, `does not fit`, `cannot win`, or `not among the first`."""
+    kind: str  # `invalid`, `does not fit`, `cannot win`, or `not among the first`
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Field:
+class Field(NamedTuple):
     """Everything that could be tried; the user's own setting is the first of `settings`."""
 
     settings: tuple[Setting, ...]
@@ -112,37 +104,32 @@ class Field:
 def make_field(options: TuneOptions, preset: str) -> Field:
     """Return the field of a job whose own setting has this preset. Raises ToolkitError where that is invalid."""
     variants = [parse_variant(text, runs_script=options.runs_script) for text in options.variant]
-    named = [Setting(name=name, preset=source, words=words, changed=("variant",)) for name, source, words in variants]
+    named = [Setting(name=name, preset=source, words=words) for name, source, words in variants]
     if any(setting.name == YOURS for setting in named):
         raise ToolkitError(f"--variant {YOURS}=... has the name of your own setting", hint="choose another name")
     if options.runs_script:  # whose arguments are not known
         others = [name for name in dict.fromkeys(options.preset) if name != preset and "preset" not in options.keep]
-        presets = [Setting(name=load_preset(name).name, preset=name, changed=("preset",)) for name in others]
-        return Field(settings=(Setting(name=YOURS, preset=preset), *named, *presets))
+        presets = [Setting(name=load_preset(name).name, preset=name) for name in others]
+        return Field((Setting(name=YOURS, preset=preset), *named, *presets))
     search = Search.of(options, preset)
-    tried, not_tried = list[Setting](), list[NotTried]()
-    for each in search.others():
-        (tried if isinstance(each, Setting) else not_tried).append(each)  # type: ignore[arg-type]
-    spans = [each.planned_step_seconds for each in (search.own, *tried) if each.verdict == FITS]
-    worst = min((span[1] for span in spans if span is not None), default=None)
-    left = []
+    own, judged = search.own(), list(search.others())
+    not_tried = [each for each in judged if isinstance(each, NotTried)]
+    tried = [each for each in judged if isinstance(each, Setting)]
+    spans = [each.planned_step_seconds for each in (own, *tried) if each.verdict == FITS]
+    worst, left = min((span[1] for span in spans if span is not None), default=None), list[Setting]()
     for setting in tried:
         best = setting.planned_step_seconds and setting.planned_step_seconds[0]
         if worst is None or best is None or best <= worst:
             left.append(setting)
-            continue
-        why = f"at best {seconds(best)} per step, and another takes {seconds(worst)} at worst"
-        not_tried.append(NotTried(name=setting.name, kind="cannot win", why=why))
+        else:
+            why = f"at best {seconds(best)} per step, and another takes {seconds(worst)} at worst"
+            not_tried.append(NotTried(setting.name, "cannot win", why))
     left.sort(key=lambda each: (each.estimate_seconds, len(each.changed), [ORDER.index(part) for part in each.changed]))
     most = max(options.max_settings - 1 - len(named), 0)
-    why = f"--max-settings {options.max_settings}: others have "
-    why += "fewer changes" if worst is None else "a shorter planned step, or fewer changes"
-    not_tried += [NotTried(name=each.name, kind="not among the first", why=why) for each in left[most:]]
-    return Field(settings=(search.own, *named, *left[:most]), not_tried=tuple(not_tried))
-
-
-# Settings with as many changes are tried in this order of the parts that they change.
-ORDER = (*PARTS[1:], PARTS[0])
+    first = "fewer changes" if worst is None else "a shorter planned step, or fewer changes"
+    why = f"--max-settings {options.max_settings}: others have {first}"
+    not_tried += [NotTried(each.name, "not among the first", why) for each in left[most:]]
+    return Field((own, *named, *left[:most]), tuple(not_tried))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +137,12 @@ class Search:
     """One job, and what decides which of its settings can be tried."""
 
     options: TuneOptions
-    job: Job
-    """The user's, with the accumulation steps of `--global_batch_size`."""
+    job: Job  # the user's, with the accumulation steps of `--global_batch_size`
     preset: PresetSpec
-    source: str
-    """What `load_preset` takes for it."""
-    sequences: int
-    """Of one optimizer step, in every setting."""
-    own: Setting
+    source: str  # what `load_preset` takes for it
+    sequences: int  # of one optimizer step, in every setting
     gpu: Gpu | None
-    shape: ModelShape | None
+    shape: ModelShape | None  # None where the job cannot be planned
 
     @classmethod
     def of(cls, options: TuneOptions, source: str) -> Search:
@@ -169,46 +152,39 @@ class Search:
             hint = "`toolkit compare --nvme-path DIR` compares it with others"
             raise ToolkitError(f"preset {preset.name!r} offloads to a disk, which tune does not search", hint=hint)
         _check(options, preset, job)
-        gpu, groups = None, _groups(options, preset, job)
+        gpu, shape, groups = None, None, _groups(options, preset, job)
         if not options.on_cpu:
             gpu = common_gpu(gpu_names()) if options.gpu is None else find_gpu(options.gpu)
         job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=options.world_size // groups)
-        shape = None
-        if job.model_name_or_path is not None:
-            try:
-                shape = read_model(str(job.model_name_or_path), count=False)
-                check_planned_job(PlannedJob.of(job), shape)
-            except ToolkitError:  # what cannot be planned is tried without a plan
-                shape = None
-        own = Setting(name=YOURS, preset=source, batch=job.per_device_train_batch_size)
-        known = {"gpu": gpu, "shape": shape, "sequences": global_batch_size(job, groups)}
-        made = cls(options=options, job=job, preset=preset, source=source, own=own, **known)  # type: ignore[arg-type]
-        batch = {BATCH_ARGUMENT: own.batch, ACCUMULATION: job.gradient_accumulation_steps}
-        own = replace(own, words=words_of(batch), family=made.family(preset, made.parts_of_own))
-        return replace(made, own=made.planned(own, preset, job)[0])
+        with contextlib.suppress(ToolkitError):
+            read = read_model(str(job.model_name_or_path), count=False) if job.model_name_or_path else None
+            if read is not None and (gpu is not None or options.on_cpu):
+                check_planned_job(PlannedJob.of(job), read)
+                shape = read
+        rows = global_batch_size(job, groups)
+        return cls(options=options, job=job, preset=preset, source=source, sequences=rows, gpu=gpu, shape=shape)
 
     @property
-    def parts_of_own(self) -> dict[str, str]:
+    def own_parts(self) -> dict[str, str]:
         """The user's own value of each part beside preset and batch."""
         job = self.job
-        offload = "_offload" if job.activation_checkpointing_offload else ""
-        loss = "liger" if job.use_liger_kernel else "full" if job.loss == "full" else "chunked"
         return {
-            "checkpointing": f"checkpointing{offload}" if job.uses_activation_checkpointing else "no_checkpointing",
-            "loss": loss,
+            "checkpointing": "checkpointing_offload" * job.activation_checkpointing_offload
+            or ("checkpointing" if job.uses_activation_checkpointing else "no_checkpointing"),
+            "loss": "liger" if job.use_liger_kernel else "full" if job.loss == "full" else "chunked",
             "compile": "eager" if job.compilation is None else "compile",
         }
 
-    def family(self, preset: PresetSpec, parts: Mapping[str, str]) -> tuple[str, ...]:
-        """Return what two settings share that differ in the batch alone."""
-        return (preset.name, *parts.values())
+    def own(self) -> Setting:
+        """Return the user's own setting, which is tried whatever the plan says."""
+        groups = _groups(self.options, self.preset, self.job)
+        made = self.setting(self.source, self.preset, self.job.per_device_train_batch_size, self.own_parts, groups)
+        return self.planned(replace(made, name=YOURS, changes={}, changed=()), self.preset, self.job)[0]
 
     def others(self) -> Iterator[Setting | NotTried]:
-        """Yield every other setting, or why it is not tried; one that no plan and no rule refuses."""
-        keep, own = self.options.keep, self.parts_of_own
-        if self.job.torch_compile_backend or self.job.torch_compile_mode:
-            keep = (*keep, "compile")
-        axes: list[list[str]] = []
+        """Yield every other setting that no rule and no plan refuses, and why others are refused."""
+        keep, own, axes = self.options.keep, self.own_parts, list[list[str]]()
+        keep += ("compile",) * bool(self.job.torch_compile_backend or self.job.torch_compile_mode)
         for part, values in VALUES.items():
             axes.append([own[part]])
             for name in (name for name in values if name != own[part] and part not in keep):
@@ -216,55 +192,45 @@ class Search:
                     _check(self.options, None, self.job.with_values(**values[name]))
                     axes[-1].append(name)
                 except ToolkitError as error:  # under any preset
-                    yield NotTried(name=name, kind="invalid", why=error.message)
-        for source, preset in self.presets():
+                    yield NotTried(name, "invalid", error.message)
+        named = () if "preset" in keep else self.options.preset or tuple(each.name for each in list_presets())
+        for source in dict.fromkeys((self.source, *(name for name in named if name != self.preset.name))):
+            preset = load_preset(source)
             try:
-                if source != self.source:
-                    _check(self.options, preset, self.job, recommended=True)
+                _check(self.options, preset, self.job, recommended=source != self.source)
                 groups = _groups(self.options, preset, self.job)
                 batches = self.batches(groups)
             except ToolkitError as error:
-                yield NotTried(name=preset.name, kind="invalid", why=error.message)
+                yield NotTried(preset.name, "invalid", error.message)
                 continue
             for batch, chosen in itertools.product(batches, itertools.product(*axes)):
-                parts = dict(zip(VALUES, chosen, strict=True))
-                setting = self.setting(source, preset, batch, parts, groups=groups)
+                setting = self.setting(source, preset, batch, dict(zip(VALUES, chosen, strict=True)), groups)
                 if setting.changed:
                     yield self.judged(setting, preset)
-
-    def presets(self) -> list[tuple[str, PresetSpec]]:
-        """Return the presets to search, the user's own first."""
-        named = () if "preset" in self.options.keep else self.options.preset
-        every = [] if named or "preset" in self.options.keep else [preset.name for preset in list_presets()]
-        loaded = [(source, load_preset(source)) for source in dict.fromkeys((self.source, *named, *every))]
-        return [(source, each) for source, each in loaded if source == self.source or each.name != self.preset.name]
 
     def batches(self, groups: int) -> list[int]:
         """Return the per-GPU batches that make the sequences of a step. Raises ToolkitError where none does."""
         share, rest = divmod(self.sequences, groups)
         if rest:
             raise ToolkitError(f"{self.sequences} sequences per step are not divisible by {groups} groups of ranks")
-        every = [size for size in range(1, share + 1) if share % size == 0]
-        kept = self.job.per_device_train_batch_size
-        return [size for size in every if size == kept] if "batch" in self.options.keep else every
+        kept = {self.job.per_device_train_batch_size} if "batch" in self.options.keep else range(1, share + 1)
+        return [size for size in kept if share % size == 0]
 
-    def setting(self, source: str, preset: PresetSpec, batch: int, parts: Mapping[str, str], *, groups: int) -> Setting:
+    def setting(self, source: str, preset: PresetSpec, batch: int, parts: Mapping[str, str], groups: int) -> Setting:
         """Return one combination as a setting, with what of the user's own it changes."""
-        own, steps = self.parts_of_own, self.sequences // groups // batch
-        sizes = {BATCH_ARGUMENT: batch, ACCUMULATION: steps}
+        steps, own = self.sequences // groups // batch, self.own_parts
+        sizes = {BATCH_ARGUMENT: batch, "gradient_accumulation_steps": steps}
         changed = [part for part in VALUES if parts[part] != own[part]]
         wanted = {name: value for part in changed for name, value in VALUES[part][parts[part]].items()}
-        changes = {name: value for name, value in wanted.items() if (self.job.value(name) or False) != value}
-        new_batch = {name: value for name, value in sizes.items() if self.job.value(name) != value}
-        name = "_".join([preset.name, f"b{batch}x{steps}", *(parts[part] for part in changed)])
-        differs = {"preset": source != self.source, "batch": bool(new_batch)}
+        values = {name: value for name, value in wanted.items() if (self.job.value(name) or False) != value}
+        new_sizes = {name: value for name, value in sizes.items() if self.job.value(name) != value}
         return Setting(
-            name=name,
+            name="_".join([preset.name, f"b{batch}x{steps}", *(parts[part] for part in changed)]),
             preset=source,
-            changes=new_batch | changes,
-            words=words_of(sizes | changes),
-            changed=(*(part for part, is_other in differs.items() if is_other), *changed),
-            family=self.family(preset, parts),
+            changes=new_sizes | values,
+            words=words_of(sizes | values),
+            changed=("preset",) * (source != self.source) + ("batch",) * bool(new_sizes) + tuple(changed),
+            family=(preset.name, *parts.values()),
             batch=batch,
         )
 
@@ -274,39 +240,36 @@ class Search:
         try:
             _check(self.options, preset, job)
         except ToolkitError as error:
-            return NotTried(name=setting.name, kind="invalid", why=error.message)
+            return NotTried(setting.name, "invalid", error.message)
         planned, why = self.planned(setting, preset, job)
-        return planned if why is None else NotTried(name=setting.name, kind="does not fit", why=why)
+        return planned if why is None else NotTried(setting.name, "does not fit", why)
 
     def planned(self, setting: Setting, preset: PresetSpec, job: Job) -> tuple[Setting, str | None]:
         """Return the setting with the plan's verdict and step time, and why it does not fit."""
-        size = self.options.world_size
-        if self.shape is None or not (self.options.on_cpu or self.gpu):
-            return setting, None
-        try:
-            planned_job = PlannedJob.of(job)
-            if self.gpu is None:  # on a CPU: the model states of all ranks alone, in fp32
-                memory = plan_memory(self.shape, preset, world_size=size, job=planned_job, mixed_precision="no")
+        size, why = self.options.world_size, None
+        with contextlib.suppress(ToolkitError):
+            if self.shape is not None and self.gpu is None:  # on a CPU: the model states of all ranks alone, in fp32
+                job = PlannedJob.of(job)
+                memory = plan_memory(self.shape, preset, world_size=size, job=job, mixed_precision="no")
                 needed, usable = size * memory.states.total_bytes, usable_memory_bytes()
                 why = f"model states take {gib(needed)} of host memory, which has {gib(usable)}"
                 return setting, why if needed > usable else None
-            planned_job = replace(planned_job, gpus_per_node=max(PlannedJob.gpus_per_node, size))
-            rows = size * job.per_device_train_batch_size * job.gradient_accumulation_steps
-            request = RecommendRequest(
-                shape=self.shape,
-                gpu=self.gpu,
-                job=planned_job,
-                world_size=size,
-                global_batch_size=rows,
-                host_memory_bytes=node_memory(gpu=self.options.gpu),
-            )
-            candidate = candidate_of(divided_request(request, preset, job.degrees), preset, planned_job)
-        except ToolkitError:
-            return setting, None
-        speed, verdict = candidate.speed, candidate.verdict
-        span, estimate = (None, 0.0) if speed is None else (speed.step_seconds, speed.estimate_seconds)
-        setting = replace(setting, verdict=verdict, planned_step_seconds=span, estimate_seconds=estimate)
-        return setting, memory_refusal(candidate) if verdict == DOES_NOT_FIT else None
+            if self.shape is not None and self.gpu is not None:
+                job = replace(PlannedJob.of(job), gpus_per_node=max(PlannedJob.gpus_per_node, size))
+                request = RecommendRequest(
+                    shape=self.shape,
+                    gpu=self.gpu,
+                    job=job,
+                    world_size=size,
+                    global_batch_size=size * job.per_device_train_batch_size * job.gradient_accumulation_steps,
+                    host_memory_bytes=node_memory(gpu=self.options.gpu),
+                )
+                plan = candidate_of(divided_request(request, preset, job.degrees), preset, job)
+                why = memory_refusal(plan) if plan.verdict == DOES_NOT_FIT else None
+                span, estimate = plan.speed and plan.speed.step_seconds, plan.speed and plan.speed.estimate_seconds
+                known = {"planned_step_seconds": span, "estimate_seconds": estimate or 0.0}
+                return replace(setting, verdict=plan.verdict, **known), why  # type: ignore[arg-type]
+        return setting, None
 
 
 def words_of(values: Mapping[str, Any]) -> tuple[str, ...]:
