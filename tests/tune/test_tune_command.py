@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
+from comparison_records import trial
 from launching import read, toolkit
 
 from toolkit.compare.ledger import Ledger
 from toolkit.job.job import Job
+from toolkit.tune.commands import run_tune
+from toolkit.tune.field import YOURS
+from toolkit.tune.options import PARTS, TuneOptions
 
 
 @pytest.mark.launch
@@ -63,3 +68,51 @@ def test_a_dry_run_for_another_gpu_prints_what_is_pruned_and_the_time(
     assert "not tried, cannot win:" in shown.stdout
     assert "two rounds take" in shown.stdout
     assert not (tmp_path / "tune").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"status": "out_of_memory", "message": "CUDA out of memory"}, 3),
+        ({"status": "failed", "message": "a rank was killed"}, 1),
+        ({}, None),
+    ],
+    ids=["all ran out of memory", "all failed", "completed"],
+)
+def test_a_search_whose_trials_are_in_the_ledger_starts_nothing_and_ends_as_they_did(
+    changes: dict[str, str], code: int | None, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    job = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64")
+    options = TuneOptions(
+        output_dir=tmp_path,
+        num_processes=2,
+        cpu=True,
+        resume=True,
+        rounds=2,
+        max_settings=2,
+        keep=("preset", "checkpointing", "loss", "compile"),
+        training_arguments=(*job, "--per_device_train_batch_size", "2"),
+    )
+    for repeat in range(2):
+        for number, name in enumerate((YOURS, "ddp_b1x2")):
+            Ledger(tmp_path / "ledger.jsonl").append(trial(name, repeat, slower=1.0 + number, **changes))
+    if code is None:
+        run_tune(options, "ddp")
+    else:
+        with pytest.raises(typer.Exit) as ended:
+            run_tune(options, "ddp")
+        assert ended.value.exit_code == code
+    result = read(tmp_path / "tune.json")
+    outcome = str(changes.get("status", "eliminated"))
+    assert [each["outcome"] for each in result["settings"]][1] == outcome
+    assert result["winner"] == (None if changes else YOURS)
+
+
+def test_a_job_of_which_nothing_can_be_changed_is_refused(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
+    words = ["tune", "--num-processes", "2", "--cpu", "--output-dir", str(tmp_path / "tune")]
+    words += [word for part in PARTS for word in ("--keep", part)]
+    ended = toolkit(*words, "--", "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca))
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (
+        2,
+        "error: there is no setting to try but your own (every part is kept)",
+    )

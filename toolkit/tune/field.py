@@ -157,7 +157,7 @@ class Search:
             gpu = common_gpu(gpu_names()) if options.gpu is None else find_gpu(options.gpu)
         job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=options.world_size // groups)
         with contextlib.suppress(ToolkitError):
-            read = read_model(str(job.model_name_or_path), count=False) if job.model_name_or_path else None
+            read = read_model(str(job.model_name_or_path), count=not options.on_cpu) if job.model_name_or_path else None
             if read is not None and (gpu is not None or options.on_cpu):
                 check_planned_job(PlannedJob.of(job), read)
                 shape = read
@@ -265,7 +265,7 @@ class Search:
                     host_memory_bytes=node_memory(gpu=self.options.gpu),
                 )
                 plan = candidate_of(divided_request(request, preset, job.degrees), preset, job)
-                why = memory_refusal(plan) if plan.verdict == DOES_NOT_FIT else None
+                why = memory_refusal(plan).removeprefix("it does not fit: ") if plan.verdict == DOES_NOT_FIT else None
                 span, estimate = plan.speed and plan.speed.step_seconds, plan.speed and plan.speed.estimate_seconds
                 known = {"planned_step_seconds": span, "estimate_seconds": estimate or 0.0}
                 return replace(setting, verdict=plan.verdict, **known), why  # type: ignore[arg-type]
