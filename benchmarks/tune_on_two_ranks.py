@@ -17,6 +17,8 @@ import math
 import os
 import statistics
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +93,12 @@ def tiny_model(folder: Path) -> Path:
 def compare(options: TuneOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Replay the search on the trials; return facts about it and about all trials, and a row per setting."""
     field = make_field(options, OWN)
-    spec = make_specification(compare_options(options, field))
     records = Ledger(options.output_dir / LEDGER_FILE).read()
     trials = [record for record in records.values() if isinstance(record, TrialRecord)]
+    finished = Counter(trial.preset for trial in trials)
+    rounds = min(finished[setting.name] for setting in field.settings)
+    trials = [trial for trial in trials if trial.repeat < rounds]
+    spec = make_specification(compare_options(replace(options, rounds=rounds), field))
     seen: dict[str, TrialRecord] = {}
     while (standing := stand(field.settings, spec, seen)).missing:
         trial = trial_of(standing.missing[0], spec, standing.round - 1).id
@@ -118,6 +123,7 @@ def compare(options: TuneOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]
         "winner": winner,
         "ended": standing.ended,
         "ratio_to_yours": standing.ratio_to_yours(winner),
+        "rounds": rounds,
         "exhaustive_winner": best,
         "ratio_of_winners": math.exp(statistics.fmean(logs[winner]) - statistics.fmean(logs[best])),
         "ratio_interval": interval,

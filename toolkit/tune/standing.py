@@ -14,15 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from toolkit.compare import parity
 from toolkit.compare.ledger import LedgerRecord, TrialRecord
-from toolkit.compare.parity import (
-    FACTS_OF_COMPARISON,
-    FACTS_OF_WORLD_SIZE,
-    batches_unseen,
-    count_difference,
-    fact_difference,
-    outside_band,
-)
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.significance import common_steps, ratio_confidence
 from toolkit.compare.specification import ComparisonSpec
@@ -140,9 +133,10 @@ def _problem(record: TrialRecord, trials: Sequence[TrialRecord]) -> tuple[Outcom
     baseline = [trial for trial in trials if trial.preset == YOURS and trial.completed][:1]
     if not baseline or record.preset == YOURS:
         return None
-    found = [fact_difference(record, baseline[0], [*FACTS_OF_COMPARISON, *FACTS_OF_WORLD_SIZE], FREE)]
-    found.append(count_difference(record, baseline[0], padding=False))
-    found += [] if batches_unseen(record) else outside_band(record, baseline)
+    facts = [*parity.FACTS_OF_COMPARISON, *parity.FACTS_OF_WORLD_SIZE]
+    found = [parity.fact_difference(record, baseline[0], facts, FREE)]
+    found.append(parity.count_difference(record, baseline[0], padding=False))
+    found += [] if parity.batches_unseen(record) else parity.outside_band(record, baseline)
     difference = next(filter(None, found), None)
     return None if difference is None else ("another_problem", difference)
 
