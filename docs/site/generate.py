@@ -47,7 +47,7 @@ SECTIONS: dict[str, list[str]] = {
 HOW_TO_GROUPS = {
     "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate", "simulate-stragglers"],
     "Train": ["your-own-script", "data", "training", "several-ranks-on-one-gpu", "optimizers", "checkpoints"],
-    "Compare": ["report"],
+    "Compare": ["tune", "report"],
     "Several nodes": ["multi-node", "offline-clusters"],
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
 }

@@ -22,6 +22,7 @@ from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.simulate import simulate_app
 from toolkit.cli.train import compare, report, train
+from toolkit.cli.tune import tune
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
 from toolkit.files.secrets import hide_words
@@ -89,7 +90,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] =
         ("simulate", simulate_app),
     ),
     "Run": (train, ("cluster", cluster_app)),
-    "Compare": (compare, report),
+    "Compare": (compare, tune, report),
     "Repair": (doctor, env, ("checkpoint", checkpoint_app)),
 }
 """Commands, and groups of commands by their names, by the heading of `--help`."""

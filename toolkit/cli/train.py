@@ -48,7 +48,7 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     with recognising(options.preset, *options.training_arguments[:1]):
         words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
         options = replace(options, training_arguments=words)
-        chosen = _default_preset(options) if options.preset == AUTO_PRESET else None
+        chosen = default_preset_of(options) if options.preset == AUTO_PRESET else None
         options = options if chosen is None else replace(options, preset=chosen[0])
         prepared = prepare_run(options, on_message=print_message)
     if chosen is not None:
@@ -80,7 +80,7 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def _default_preset(options: TrainOptions) -> tuple[str, str]:
+def default_preset_of(options: TrainOptions) -> tuple[str, str]:
     """Return the preset of a run that names none, and what it is the default for."""
     from toolkit.hardware.gpu_table import chosen_gpu
     from toolkit.plan.planner import default_preset

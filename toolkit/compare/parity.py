@@ -47,7 +47,7 @@ FACTS_OF_COMPARISON = (
 # Equal with the same number of processes, which a scaled learning rate and a weakly scaled batch follow.
 FACTS_OF_WORLD_SIZE = ("world_size", "global_batch_size", "learning_rate")
 # A row that differs by design may have others than the baseline.
-FREE_BY_DESIGN = ("master_dtype", "optimizer_dtype", "global_batch_size", "learning_rate")
+FREE_BY_DESIGN = ("master_dtype", "optimizer_dtype", "global_batch_size", "learning_rate", "activation_checkpointing")
 
 # Counted in each step, over all ranks; the first with padding.
 COUNTS = {
@@ -86,6 +86,9 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
         "quantised communication": spec.expected[row.preset].quantises != spec.expected[baseline.preset].quantises,
         f"optim {own.optim}": _optimizer(own) != _optimizer(other),
         **{f"{dtype} masters": True for dtype in masters},
+        f"activation_checkpointing {str(own.uses_activation_checkpointing).lower()}": (
+            own.uses_activation_checkpointing != other.uses_activation_checkpointing
+        ),
         f"{BATCH_ARGUMENT} {own.per_device_train_batch_size}": not _same_sequences(spec, row, baseline),
     }
     return ", ".join(label for label, differs in labels.items() if differs) or None

@@ -64,6 +64,8 @@ class ConsoleProgress(LiveLine):
 
     def __init__(self, total: int) -> None:
         self.total, self.finished, self.name, self.printed = total, 0, "", 0.0
+        self.scope = "in all"
+        """What `total` counts."""
         self.run_seconds: list[float] = []
         """Wall seconds of the trials and side runs that have ended."""
         super().__init__()
@@ -115,7 +117,7 @@ class ConsoleProgress(LiveLine):
         if not self.run_seconds or self.finished >= self.total:
             return ""
         mean = statistics.fmean(self.run_seconds)
-        return f"about {time_left((self.total - self.finished) * mean - min(elapsed, mean))} left in all"
+        return f"about {time_left((self.total - self.finished) * mean - min(elapsed, mean))} left {self.scope}"
 
     def describe(self, elapsed: float) -> str:
         """Return the live line: the run, the time left, and its newest step."""
@@ -165,13 +167,18 @@ class Runner:
             elif failed := failed_repeat(finished, trial):
                 self.progress.skip(trial.label, f"{failed.label} ended as {failed.status}")
             else:
-                self.progress.start(trial.label)
-                run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
-                steps = self.spec.untimed_steps
-                measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
-                finished[trial.id] = record = TrialRecord.of(measured)
-                self.ledger.append(record)
-                self.progress.finish(record)
+                finished[trial.id] = self.run_trial(trial, position)
+
+    def run_trial(self, trial: Trial, position: int) -> TrialRecord:
+        """Run one trial, and add it to the ledger."""
+        self.progress.start(trial.label)
+        run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
+        steps = self.spec.untimed_steps
+        measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
+        record = TrialRecord.of(measured)
+        self.ledger.append(record)
+        self.progress.finish(record)
+        return record
 
     def run_side_runs(self) -> None:
         """Run each row with a completed trial once more, with a profile or a checkpoint; no speed counts these runs."""

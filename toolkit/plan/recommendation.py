@@ -12,7 +12,7 @@ from toolkit.plan.failures import FailingJob
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
 from toolkit.plan.interconnect import Range
 from toolkit.plan.recommend import Recommendation
-from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command
+from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command, tune_command
 from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION
 from toolkit.screen_text import table_lines
 from toolkit.units import dollars, percent, seconds, tenths_of_gib
@@ -97,6 +97,7 @@ def recommendation_json(
         "scaling": [asdict(point) for point in scaling_curve(choice, request)],
         "command": train_command(choice, request, model),
         "compare_command": compare_command([choice, *others[:COMPARED]], request, model),
+        "tune_command": tune_command(choice, request, model),
     }
 
 
@@ -137,11 +138,13 @@ def recommendation_lines(
         "",
     ]
     compare = compare_command([choice, *found.others[:COMPARED]], request, model)
+    tune = tune_command(choice, request, model)
+    searched = [] if tune is None else ["", "and this searches on for the fastest settings:", broken(tune)]
     if compare is not None:
-        return [*lines, "No figure above is measured; this measures:", broken(compare)]
+        return [*lines, "No figure above is measured; this measures:", broken(compare), *searched]
     short = f"a run with `--max_steps {COMPARED_STEPS}`"
     measuring = "`toolkit compare` on one node" if request.interconnect.num_nodes > 1 else short
-    return [*lines, f"No figure above is measured; {measuring} measures."]
+    return [*lines, f"No figure above is measured; {measuring} measures.", *searched]
 
 
 def _facts(choice: Candidate, request: RecommendRequest, cost: Cost) -> Iterator[str]:

@@ -49,6 +49,16 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
     )
 
 
+def tune_command(choice: Candidate, request: RecommendRequest, model: str) -> str | None:
+    """Return the command that searches on from the choice; None for several nodes, and for methods but `sft`."""
+    if request.interconnect.num_nodes > 1 or request.job.method.method != SFT:
+        return None
+    return (
+        f"toolkit tune --baseline {choice.preset.name} --num-processes {request.world_size} --output-dir TUNE_DIR -- "
+        + training_words(choice.job, model, output=None)
+    )
+
+
 def train_command(candidate: Candidate, request: RecommendRequest, model: str) -> str:
     """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
     words = training_words(candidate.job, model, output="OUTPUT_DIR")

@@ -1,0 +1,118 @@
+"""`toolkit tune` as its user runs it: real trials, a budget, resume, invalid input, and a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from comparison_records import trial
+from launching import read, toolkit
+
+from toolkit.compare.ledger import Ledger
+from toolkit.job.job import Job
+from toolkit.tune.commands import run_tune
+from toolkit.tune.field import YOURS
+from toolkit.tune.options import PARTS, TuneOptions
+
+
+@pytest.mark.launch
+def test_a_search_ends_with_its_budget_resumes_and_names_the_command_to_copy(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    """Three settings: the user's own, smaller batches with accumulation, and activation checkpointing."""
+    folder = tmp_path / "tune"
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+    job += ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--output_dir", str(tmp_path / "mine")]
+    options = ["--num-processes", "2", "--cpu", "--keep", "preset", "--keep", "loss", "--keep", "compile"]
+    options += ["--max-settings", "3", "--rounds", "2", "--trial-steps", "6", "--output-dir", str(folder)]
+    words = ["tune", *options, "--", *job]
+
+    first = toolkit(*words[:1], "--budget-minutes", "0.01", "--json", *words[1:])
+    assert first.returncode == 0, first.stderr
+    stopped = json.loads(first.stdout)
+    assert stopped["ended"] == "the budget of 0.0 minutes, in round 1"
+    assert stopped["winner"] == "yours"
+    assert [each["outcome"] for each in stopped["settings"]] == ["left", "not_tried", "not_tried"]
+    again = toolkit(*words)
+    assert (again.returncode, "already holds a comparison" in again.stderr) == (2, True)
+    other = toolkit(*words[:1], "--resume", *words[1:], "--seed", "7")
+    assert (other.returncode, "holds another comparison" in other.stderr) == (2, True)
+
+    ended = toolkit(*words[:1], "--resume", *words[1:])
+    assert ended.returncode == 0, ended.stderr
+    result = read(folder / "tune.json")
+    records = Ledger(folder / "ledger.jsonl").read()
+    assert len(records) == 6  # of which the first search ran one
+    settings = {each["name"]: each for each in result["settings"]}
+    assert list(settings) == ["yours", "ddp_b1x2", "ddp_b2x1_checkpointing"]
+    assert all(each["outcome"] in ("left", "eliminated") and each["trials"] == 2 for each in settings.values())
+    assert settings["ddp_b1x2"]["ratio_interval"][0] < settings["ddp_b1x2"]["ratio_to_yours"]
+    assert f"fastest   {result['winner']}" in ended.stdout
+    preset, _, arguments = result["command"].partition(" -- ")
+    assert preset == "toolkit train --preset ddp --num-processes 2 --cpu"
+    trained = Job.from_argv(arguments.split())
+    assert trained.output_dir == str(tmp_path / "mine")
+    assert trained.per_device_train_batch_size * trained.gradient_accumulation_steps == 2
+    assert toolkit("report", str(folder)).returncode == 0
+
+
+def test_a_dry_run_for_another_gpu_prints_what_is_pruned_and_the_time(
+    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "128"]
+    words = ["tune", "--dry-run", "--gpu", "h100", "--num-processes", "8", "--keep", "loss", "--output-dir"]
+    shown = toolkit(*words, str(tmp_path / "tune"), "--", *job, "--per_device_train_batch_size", "1")
+    assert shown.returncode == 0, shown.stderr
+    assert "not tried, cannot win:" in shown.stdout
+    assert "two rounds take" in shown.stdout
+    assert not (tmp_path / "tune").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"status": "out_of_memory", "message": "CUDA out of memory"}, 3),
+        ({"status": "failed", "message": "a rank was killed"}, 1),
+        ({}, None),
+    ],
+    ids=["all ran out of memory", "all failed", "completed"],
+)
+def test_a_search_whose_trials_are_in_the_ledger_starts_nothing_and_ends_as_they_did(
+    changes: dict[str, str], code: int | None, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+) -> None:
+    job = ("--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64")
+    options = TuneOptions(
+        output_dir=tmp_path,
+        num_processes=2,
+        cpu=True,
+        resume=True,
+        rounds=2,
+        max_settings=2,
+        keep=("preset", "checkpointing", "loss", "compile"),
+        training_arguments=(*job, "--per_device_train_batch_size", "2"),
+    )
+    for repeat in range(2):
+        for number, name in enumerate((YOURS, "ddp_b1x2")):
+            Ledger(tmp_path / "ledger.jsonl").append(trial(name, repeat, slower=1.0 + number, **changes))
+    if code is None:
+        run_tune(options, "ddp")
+    else:
+        with pytest.raises(typer.Exit) as ended:
+            run_tune(options, "ddp")
+        assert ended.value.exit_code == code
+    result = read(tmp_path / "tune.json")
+    outcome = str(changes.get("status", "eliminated"))
+    assert [each["outcome"] for each in result["settings"]][1] == outcome
+    assert result["winner"] == (None if changes else YOURS)
+
+
+def test_a_job_of_which_nothing_can_be_changed_is_refused(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
+    words = ["tune", "--num-processes", "2", "--cpu", "--output-dir", str(tmp_path / "tune")]
+    words += [word for part in PARTS for word in ("--keep", part)]
+    ended = toolkit(*words, "--", "--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca))
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (
+        2,
+        "error: there is no setting to try but your own (every part is kept)",
+    )

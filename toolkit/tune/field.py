@@ -1,0 +1,297 @@
+"""The settings of a job that `toolkit tune` tries, and those that it does not, each with the reason.
+
+A setting keeps the problem: the sequences of a step, their length, the optimizer, its rate and the dtypes. It changes
+the preset, the per-GPU batch (with the accumulation steps that keep the sequences of a step), activation checkpointing,
+the loss and `torch.compile`. The user's own setting is always the first.
+
+The plan prunes before anything runs: what is invalid here, what does not fit, and, on a known GPU, what cannot win,
+because the best case of its step time is slower than the worst case of the best plan. What a plan calls too close is
+tried. Of the rest `--max-settings` are tried: on a GPU those with the shortest planned step, otherwise those that
+change the fewest parts of the user's own setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from toolkit.compare.specification import parse_variant
+from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
+from toolkit.hardware.gpus import count_gpus, gpu_names
+from toolkit.hardware.node import usable_memory_bytes
+from toolkit.job.global_batch import BATCH_ARGUMENT, global_batch_size, with_accumulation
+from toolkit.job.job import Job
+from toolkit.launch.preflight import check_process_count
+from toolkit.models.read_model import read_model
+from toolkit.models.shape import ModelShape
+from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, plan_memory
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, node_memory
+from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.preset import list_presets, load_preset
+from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.spec import PresetSpec
+from toolkit.presets.support import check_supported
+from toolkit.tune.options import PARTS, TuneOptions
+from toolkit.units import gib, seconds
+
+YOURS = "yours"
+_ON, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
+VALUES: dict[str, dict[str, dict[str, Any]]] = {
+    "checkpointing": {
+        "no_checkpointing": {_ON: False, _OFFLOAD: False},
+        "checkpointing": {_ON: True, _OFFLOAD: False},
+        "checkpointing_offload": {_ON: True, _OFFLOAD: True},
+    },
+    "loss": {
+        "chunked": {"loss": "auto", "use_liger_kernel": False},
+        "full": {"loss": "full", "use_liger_kernel": False},
+        "liger": {"loss": "auto", "use_liger_kernel": True},
+    },
+    "compile": {"eager": {"torch_compile": False}, "compile": {"torch_compile": True}},
+}
+"""The values of each part beside preset and batch, as training arguments."""
+ORDER = (*PARTS[1:], PARTS[0])
+"""Settings with as many changes are tried in this order of the parts that they change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting of a job: what of the user's own it changes, and what the plan says of it."""
+
+    name: str
+    preset: str  # what `load_preset` takes
+    changes: Mapping[str, Any] = field(default_factory=dict)  # training arguments that are not the user's
+    words: tuple[str, ...] = ()  # training arguments of its trials beside the user's, with the batch
+    changed: tuple[str, ...] = ()  # parts in which it differs from the user's own setting
+    family: tuple[str, ...] = ()  # the setting without its batch; empty for a script's, and for a variant
+    batch: int = 0
+    verdict: str | None = None  # the plan's; None where nothing is planned
+    planned_step_seconds: tuple[float, float] | None = None
+    estimate_seconds: float = 0.0  # the planned step, for the order; 0 where none is planned
+
+    @property
+    def added_words(self) -> tuple[str, ...]:
+        """Training arguments that it adds to the user's."""
+        return words_of(self.changes) if self.family else self.words
+
+    @property
+    def variant(self) -> str:
+        """The setting as `toolkit compare --variant` takes it."""
+        return f"{self.name}={shlex.join([self.preset, *self.words])}"
+
+
+class NotTried(NamedTuple):
+    """A setting that is not tried; or a preset, or a value of a part, of which none is."""
+
+    name: str
+    kind: str  # `invalid`, `does not fit`, `cannot win`, or `not among the first`
+    why: str
+
+
+class Field(NamedTuple):
+    """Everything that could be tried; the user's own setting is the first of `settings`."""
+
+    settings: tuple[Setting, ...]
+    not_tried: tuple[NotTried, ...] = ()
+
+
+def make_field(options: TuneOptions, preset: str) -> Field:
+    """Return the field of a job whose own setting has this preset. Raises ToolkitError where that is invalid."""
+    variants = [parse_variant(text, runs_script=options.runs_script) for text in options.variant]
+    named = [Setting(name=name, preset=source, words=words) for name, source, words in variants]
+    if any(setting.name == YOURS for setting in named):
+        raise ToolkitError(f"--variant {YOURS}=... has the name of your own setting", hint="choose another name")
+    if options.runs_script:  # whose arguments are not known
+        others = [name for name in dict.fromkeys(options.preset) if name != preset and "preset" not in options.keep]
+        presets = [Setting(name=load_preset(name).name, preset=name) for name in others]
+        return Field((Setting(name=YOURS, preset=preset), *named, *presets))
+    search = Search.of(options, preset)
+    own, judged = search.own(), list(search.others())
+    not_tried = [each for each in judged if isinstance(each, NotTried)]
+    tried = [each for each in judged if isinstance(each, Setting)]
+    spans = [each.planned_step_seconds for each in (own, *tried) if each.verdict == FITS]
+    worst, left = min((span[1] for span in spans if span is not None), default=None), list[Setting]()
+    for setting in tried:
+        best = setting.planned_step_seconds and setting.planned_step_seconds[0]
+        if worst is None or best is None or best <= worst:
+            left.append(setting)
+        else:
+            why = f"at best {seconds(best)} per step, and another takes {seconds(worst)} at worst"
+            not_tried.append(NotTried(setting.name, "cannot win", why))
+    left.sort(key=lambda each: (each.estimate_seconds, len(each.changed), [ORDER.index(part) for part in each.changed]))
+    most = max(options.max_settings - 1 - len(named), 0)
+    first = "fewer changes" if worst is None else "a shorter planned step, or fewer changes"
+    why = f"--max-settings {options.max_settings}: others have {first}"
+    not_tried += [NotTried(each.name, "not among the first", why) for each in left[most:]]
+    return Field((own, *named, *left[:most]), tuple(not_tried))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One job, and what decides which of its settings can be tried."""
+
+    options: TuneOptions
+    job: Job  # the user's, with the accumulation steps of `--global_batch_size`
+    preset: PresetSpec
+    source: str  # what `load_preset` takes for it
+    sequences: int  # of one optimizer step, in every setting
+    gpu: Gpu | None
+    shape: ModelShape | None  # None where the job cannot be planned
+
+    @classmethod
+    def of(cls, options: TuneOptions, source: str) -> Search:
+        """Read the job, and its model if it can be planned. Raises ToolkitError for an invalid job."""
+        preset, job = load_preset(source), Job.from_argv(options.training_arguments)
+        if preset.uses_nvme:
+            hint = "`toolkit compare --nvme-path DIR` compares it with others"
+            raise ToolkitError(f"preset {preset.name!r} offloads to a disk, which tune does not search", hint=hint)
+        _check(options, preset, job)
+        gpu, shape, groups = None, None, _groups(options, preset, job)
+        if not options.on_cpu:
+            gpu = common_gpu(gpu_names()) if options.gpu is None else find_gpu(options.gpu)
+        job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=options.world_size // groups)
+        with contextlib.suppress(ToolkitError):
+            read = read_model(str(job.model_name_or_path), count=not options.on_cpu) if job.model_name_or_path else None
+            if read is not None and (gpu is not None or options.on_cpu):
+                check_planned_job(PlannedJob.of(job), read)
+                shape = read
+        rows = global_batch_size(job, groups)
+        return cls(options=options, job=job, preset=preset, source=source, sequences=rows, gpu=gpu, shape=shape)
+
+    @property
+    def own_parts(self) -> dict[str, str]:
+        """The user's own value of each part beside preset and batch."""
+        job = self.job
+        return {
+            "checkpointing": "checkpointing_offload" * job.activation_checkpointing_offload
+            or ("checkpointing" if job.uses_activation_checkpointing else "no_checkpointing"),
+            "loss": "liger" if job.use_liger_kernel else "full" if job.loss == "full" else "chunked",
+            "compile": "eager" if job.compilation is None else "compile",
+        }
+
+    def own(self) -> Setting:
+        """Return the user's own setting, which is tried whatever the plan says."""
+        groups = _groups(self.options, self.preset, self.job)
+        made = self.setting(self.source, self.preset, self.job.per_device_train_batch_size, self.own_parts, groups)
+        return self.planned(replace(made, name=YOURS, changes={}, changed=()), self.preset, self.job)[0]
+
+    def others(self) -> Iterator[Setting | NotTried]:
+        """Yield every other setting that no rule and no plan refuses, and why others are refused."""
+        keep, own, axes = self.options.keep, self.own_parts, list[list[str]]()
+        keep += ("compile",) * bool(self.job.torch_compile_backend or self.job.torch_compile_mode)
+        for part, values in VALUES.items():
+            axes.append([own[part]])
+            for name in (name for name in values if name != own[part] and part not in keep):
+                try:
+                    _check(self.options, None, self.job.with_values(**values[name]))
+                    axes[-1].append(name)
+                except ToolkitError as error:  # under any preset
+                    yield NotTried(name, "invalid", error.message)
+        named = () if "preset" in keep else self.options.preset or tuple(each.name for each in list_presets())
+        for source in dict.fromkeys((self.source, *(name for name in named if name != self.preset.name))):
+            preset = load_preset(source)
+            try:
+                _check(self.options, preset, self.job, recommended=source != self.source)
+                groups = _groups(self.options, preset, self.job)
+                batches = self.batches(groups)
+            except ToolkitError as error:
+                yield NotTried(preset.name, "invalid", error.message)
+                continue
+            for batch, chosen in itertools.product(batches, itertools.product(*axes)):
+                setting = self.setting(source, preset, batch, dict(zip(VALUES, chosen, strict=True)), groups)
+                if setting.changed:
+                    yield self.judged(setting, preset)
+
+    def batches(self, groups: int) -> list[int]:
+        """Return the per-GPU batches that make the sequences of a step. Raises ToolkitError where none does."""
+        share, rest = divmod(self.sequences, groups)
+        if rest:
+            raise ToolkitError(f"{self.sequences} sequences per step are not divisible by {groups} groups of ranks")
+        kept = {self.job.per_device_train_batch_size} if "batch" in self.options.keep else range(1, share + 1)
+        return [size for size in kept if share % size == 0]
+
+    def setting(self, source: str, preset: PresetSpec, batch: int, parts: Mapping[str, str], groups: int) -> Setting:
+        """Return one combination as a setting, with what of the user's own it changes."""
+        steps, own = self.sequences // groups // batch, self.own_parts
+        sizes = {BATCH_ARGUMENT: batch, "gradient_accumulation_steps": steps}
+        changed = [part for part in VALUES if parts[part] != own[part]]
+        wanted = {name: value for part in changed for name, value in VALUES[part][parts[part]].items()}
+        values = {name: value for name, value in wanted.items() if (self.job.value(name) or False) != value}
+        new_sizes = {name: value for name, value in sizes.items() if self.job.value(name) != value}
+        return Setting(
+            name="_".join([preset.name, f"b{batch}x{steps}", *(parts[part] for part in changed)]),
+            preset=source,
+            changes=new_sizes | values,
+            words=words_of(sizes | values),
+            changed=("preset",) * (source != self.source) + ("batch",) * bool(new_sizes) + tuple(changed),
+            family=(preset.name, *parts.values()),
+            batch=batch,
+        )
+
+    def judged(self, setting: Setting, preset: PresetSpec) -> Setting | NotTried:
+        """Return the setting with its plan; or that it is invalid here, or does not fit."""
+        job = self.job.with_values(**setting.changes)
+        try:
+            _check(self.options, preset, job)
+        except ToolkitError as error:
+            return NotTried(setting.name, "invalid", error.message)
+        planned, why = self.planned(setting, preset, job)
+        return planned if why is None else NotTried(setting.name, "does not fit", why)
+
+    def planned(self, setting: Setting, preset: PresetSpec, job: Job) -> tuple[Setting, str | None]:
+        """Return the setting with the plan's verdict and step time, and why it does not fit."""
+        size, why = self.options.world_size, None
+        with contextlib.suppress(ToolkitError):
+            if self.shape is not None and self.gpu is None:  # on a CPU: the model states of all ranks alone, in fp32
+                job = PlannedJob.of(job)
+                memory = plan_memory(self.shape, preset, world_size=size, job=job, mixed_precision="no")
+                needed, usable = size * memory.states.total_bytes, usable_memory_bytes()
+                why = f"model states take {gib(needed)} of host memory, which has {gib(usable)}"
+                return setting, why if needed > usable else None
+            if self.shape is not None and self.gpu is not None:
+                job = replace(PlannedJob.of(job), gpus_per_node=max(PlannedJob.gpus_per_node, size))
+                request = RecommendRequest(
+                    shape=self.shape,
+                    gpu=self.gpu,
+                    job=job,
+                    world_size=size,
+                    global_batch_size=size * job.per_device_train_batch_size * job.gradient_accumulation_steps,
+                    host_memory_bytes=node_memory(gpu=self.options.gpu),
+                )
+                plan = candidate_of(divided_request(request, preset, job.degrees), preset, job)
+                why = memory_refusal(plan).removeprefix("it does not fit: ") if plan.verdict == DOES_NOT_FIT else None
+                span, estimate = plan.speed and plan.speed.step_seconds, plan.speed and plan.speed.estimate_seconds
+                known = {"planned_step_seconds": span, "estimate_seconds": estimate or 0.0}
+                return replace(setting, verdict=plan.verdict, **known), why  # type: ignore[arg-type]
+        return setting, None
+
+
+def words_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return training arguments as words of a command line.
+
+    >>> words_of({"torch_compile": True, "per_device_train_batch_size": 2})
+    ('--torch_compile', 'true', '--per_device_train_batch_size', '2')
+    """
+    return tuple(Job.from_values(values).to_argv())
+
+
+def _groups(options: TuneOptions, preset: PresetSpec, job: Job) -> int:
+    layout = preset.layout(options.world_size, job.degrees)
+    return options.world_size if layout is None else layout.data_parallel_size
+
+
+def _check(options: TuneOptions, preset: PresetSpec | None, job: Job, *, recommended: bool = False) -> None:
+    """Raise ToolkitError for a job that does not run here; `recommended` also for presets to be chosen by hand."""
+    size, on_cpu, here = options.world_size, options.on_cpu, options.gpu is None
+    if preset is not None:
+        check_process_count(size, gpus=None if on_cpu else count_gpus() if here else size, preset=preset)
+    check_arguments(job, preset, num_processes=size, on_cpu=on_cpu, here=here)
+    if recommended:
+        device = replace(CPU if on_cpu else Device(), has_nvme=False)
+        check_supported(preset, job, world_size=size, device=device, purpose="recommend")
