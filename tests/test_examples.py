@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import PYTHON_PATH, ROOT, cpu_environment, read, run_bash, torchrun
+from launching import PYTHON_PATH, ROOT, cpu_environment, nightly, read, run_bash, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -178,7 +178,7 @@ def run_line(line: str, hub: Path, **variables: str) -> CompletedProcess[str]:
     return run_bash(line, cpu_environment() | variables | {"HF_HOME": str(hub), "HF_ENDPOINT": "http://127.0.0.1:9"})
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [YAMLS[0], *nightly(*YAMLS[1:])], ids=lambda path: path.name)
 def test_a_configuration_is_dry_run_by_the_line_that_it_names(path: Path, hub: Path, tmp_path: Path) -> None:
     example, (gpu, _) = read_example(path), GPU_OF.get(path.name, DEFAULT_GPU)
     line = example.line.replace("toolkit train", f"toolkit train --dry-run --gpu {gpu}")
@@ -230,6 +230,7 @@ def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_pat
     assert shapes == {name: weight.shape for name, weight in before.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_trls_trainer_trains_an_adapter_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("with_trl.py", "zero2", tiny_model, tmp_path)

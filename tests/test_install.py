@@ -124,6 +124,7 @@ def test_the_wheel_brings_the_examples_as_they_are_in_the_clone(wheel: Path) -> 
     assert brought == {path.name: path.read_bytes() for path in (ROOT / "examples").iterdir() if path.is_file()}
 
 
+@pytest.mark.nightly
 def test_a_wheel_installed_by_pip_answers_everything_before_a_run(wheel: Path, tmp_path: Path) -> None:
     toolkit = install_with_pip(wheel, tmp_path)
     assert installed_bytes(toolkit) < 60e6

@@ -67,6 +67,7 @@ def test_no_line_is_wider_than_the_terminal_and_verdicts_are_in_colour(
     assert sorted((piped.stdout + piped.stderr).split()) == sorted(COLOUR.sub("", shown).split())
 
 
+@pytest.mark.nightly
 def test_no_color_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))

@@ -195,7 +195,10 @@ WRONG_METADATA: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("command", "change", "message"), WRONG_FILES)
+@pytest.mark.parametrize(
+    ("command", "change", "message"),
+    [*WRONG_FILES[:9], *(pytest.param(*each, marks=pytest.mark.nightly) for each in WRONG_FILES[9:])],
+)
 def test_a_wrong_file_is_reported_by_what_is_wrong_in_it(
     command: str, change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:

@@ -32,7 +32,7 @@ SAME_ROWS = ["--per_device_train_batch_size", "4"]  # both ranks train on the sa
 CONVERSIONS = [
     pytest.param("zero2", "zero3", 4, ["--per_device_train_batch_size", "1"], marks=pytest.mark.nightly),
     pytest.param("zero2-lora", "fsdp2", 2, LORA, marks=pytest.mark.nightly),
-    ("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS]),  # sharded at load
+    pytest.param("zero3", "tp", 2, ["--tp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # sharded at load
     pytest.param("fsdp2", "cp", 2, ["--cp", "2", *SAME_ROWS], marks=pytest.mark.nightly),  # with other rows per rank
     pytest.param("zero3", "ddp", 1, SAME_ROWS, marks=pytest.mark.nightly),
 ]

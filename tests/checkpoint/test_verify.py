@@ -46,7 +46,7 @@ def logits(folder: Path, base: Path | None = None) -> Any:
         return model(input_ids=torch.arange(100, 140)[None]).logits
 
 
-@pytest.mark.parametrize("case", ["zero2", "zero3-lora", "fsdp2-lora"])
+@pytest.mark.parametrize("case", ["zero2", *nightly("zero3-lora", "fsdp2-lora")])
 def test_an_export_gives_the_saved_models_logits(saved_runs: Runs, case: str, tiny_model: Path, tmp_path: Path) -> None:
     base = tiny_model if case.endswith("-lora") else None
     export(saved_runs[case] / "checkpoint-6", tmp_path / "out")

@@ -54,6 +54,7 @@ def test_a_click_on_a_heading_sorts_and_rows_that_are_not_compared_stay_last(
     assert orders == [descending, ascending, descending]
 
 
+@pytest.mark.nightly
 def test_a_table_that_a_phone_cuts_off_says_that_it_scrolls(browser: Browser, reports: dict[str, Path]) -> None:
     with open_page(browser, reports["gpus"], PHONE) as opened:
         assert opened.page.locator("p.hint").first.inner_text() == "scroll the table sideways →"

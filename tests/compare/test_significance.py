@@ -39,7 +39,10 @@ def figures(rng: random.Random, repeats: int, *, between: float, within: float, 
     return [1 / math.exp(statistics.median(rng.gauss(level, within) for _ in range(steps))) for level in levels]
 
 
-@pytest.mark.parametrize(("between", "within"), [(0.05, 0.02), (0.003, 0.05), (0.0, 0.1)])
+@pytest.mark.parametrize(
+    ("between", "within"),
+    [(0.05, 0.02), *(pytest.param(*each, marks=pytest.mark.nightly) for each in [(0.003, 0.05), (0.0, 0.1)])],
+)
 def test_a_preset_differs_from_itself_in_at_most_two_of_a_hundred(between: float, within: float) -> None:
     """An interval over pooled steps would claim a difference in most of those whose trials vary."""
     rng, claims, comparisons = random.Random(0), 0, 400

@@ -126,6 +126,7 @@ def test_only_regular_files_and_folders_inside_are_read(tmp_path: Path) -> None:
         assert "latest" in refusal(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_library_that_loads_everything_is_held_to_the_lists_too(tmp_path: Path) -> None:
     """DeepSpeed and torch's distributed checkpoints load with `weights_only=False`."""
     path = write(tmp_path / "model_states.pt", saved({"x": payload(tmp_path)}))

@@ -60,7 +60,7 @@ def test_a_script_has_the_words_the_path_and_the_folder_that_python_gives_it(tmp
 @pytest.mark.parametrize(
     ("words", "code", "status", "said"),
     [
-        (["workers"], 0, "completed", "done: 4 steps, loss "),  # it ends by sys.exit(0)
+        pytest.param(["workers"], 0, "completed", "done: 4 steps, loss ", marks=pytest.mark.nightly),  # sys.exit(0)
         (["exit", "3"], 3, "failed", "error: the script called sys.exit(3)"),
         (["before"], 1, "failed", "LookupError: what the script could not find"),
         (["untrained"], 1, "failed", "error: a Trainer was made, and train() was not called; nothing was observed"),
@@ -122,6 +122,7 @@ def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_bot
     assert len(read_rows(RunFolder(tmp_path / "run").rank_rows(0))) <= 1
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "toolkit").mkdir()

@@ -185,6 +185,7 @@ def test_the_table_of_known_models_is_there_once_it_is_scrolled_to(page: Page) -
     assert page.locator("table.known tbody tr").count() == len(bundled_models())
 
 
+@pytest.mark.nightly
 def test_the_page_says_when_its_server_has_ended(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     with served_page("--port", 0, cwd=tmp_path_factory.mktemp("other")) as started:
         other = browser.new_page()

@@ -183,6 +183,7 @@ def test_a_port_that_is_taken_is_an_error_if_it_was_named(tmp_path: Path) -> Non
     assert f"error: port {port}: Address already in use\n  hint: `--port 0` takes" in err
 
 
+@pytest.mark.nightly
 def test_without_a_port_two_pages_can_be_served_at_once(tmp_path: Path) -> None:
     with served_page(cwd=tmp_path) as first, served_page(cwd=tmp_path) as second:
         assert first.address != second.address

@@ -30,6 +30,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     return found
 
 
+@pytest.mark.nightly
 def test_fake_tensors_hold_the_model_states_of_this_rank_only(traces: dict[str, dict[str, Any]]) -> None:
     traced = traces["sharded"]
     held = {"parameter_bytes": 4 * HELD, "gradient_bytes": 4 * HELD, "optimizer_bytes": 8 * HELD}

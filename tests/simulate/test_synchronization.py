@@ -110,6 +110,7 @@ def test_one_backup_worker_pays_for_one_slow_worker() -> None:
     assert best_backup_workers(numpy.ones((8, 10)), steps=10) == (0, 1.0)
 
 
+@pytest.mark.nightly
 def test_chen_et_al_4_of_100_backup_workers_are_the_best_for_a_small_spread_only() -> None:
     """Revisiting distributed synchronous SGD (https://arxiv.org/abs/1604.00981): 96 + 4 converged fastest.
 

@@ -161,7 +161,7 @@ RUNS = {
 
 
 # One run per preset that divides a model or a sequence over two dimensions at most; `make test-nightly` has all.
-LAUNCHED_ALWAYS = ("tp", "fsdp2_tp", "ep", "cp", "ulysses", "pipeline", "fsdp2_tp-resumed-on-tp", "pipeline-resumed")
+LAUNCHED_ALWAYS = ("tp", "ep", "cp", "ulysses", "pipeline", "pipeline-resumed")
 
 
 def split_runs(*, resumed: bool = False) -> list[Any]:

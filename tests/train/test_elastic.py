@@ -39,6 +39,7 @@ def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], tmp_path: Path
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_keep_the_batch_end_the_run_after_its_restarts(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
     ended = torchrun_preset("ddp", *words, options=["--max-restarts", "1"])

@@ -54,7 +54,7 @@ def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder:
     assert str(tiny_model.parent) not in text
 
 
-@pytest.mark.parametrize("method", ["adapter", *nightly("full")])
+@pytest.mark.parametrize("method", nightly("adapter", "full"))
 def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_folder: Path, method: str) -> None:
     for folder in [adapter_folder if method == "adapter" else start("ddp")]:
         command = [sys.executable, "-c", code_of(folder / "README.md")]

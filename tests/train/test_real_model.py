@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]  # the tutorials train this model too
 
 # Rank 8 on all linear layers of 30 layers: 8 x (in + out) each of
 # q 576->576, k and v 576->192, o 576->576, gate and up 576->1536, down 1536->576.
@@ -16,7 +16,7 @@ LORA_PARAMETERS = 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
 TOTAL = 134_515_008 + LORA_PARAMETERS
 
 
-@pytest.fixture(scope="module", params=["zero2", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["zero2", "fsdp2"])
 def run(request: Any, tmp_path_factory: pytest.TempPathFactory, real_model: Path, faq_sharegpt: Path) -> Path:
     """A few LoRA steps under one preset."""
     folder = tmp_path_factory.mktemp("real") / str(request.param)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch, attested_ranks, losses, rank_rows, read
+from launching import ROOT, accelerate_launch, attested_ranks, losses, nightly, rank_rows, read
 
 from toolkit.versions import is_importable
 
@@ -35,7 +35,7 @@ def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(s
         assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (name, dtype)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp2"])
+@pytest.mark.parametrize("preset", nightly("ddp", "fsdp2"))
 def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, preset_runs: dict[str, Path]) -> None:
     from safetensors.torch import load_file
 
@@ -144,6 +144,7 @@ def test_without_the_rules_an_unsupported_optimizer_fails(
         assert {rank["optimizer_class"] for rank in ranks} == {"deepspeed.DeepSpeedCPUAdam"}
 
 
+@pytest.mark.nightly
 def test_muon_orthogonalises_whole_matrices_where_fsdp2_shards_them(start: Start) -> None:
     found = {}
     for preset in ("ddp", "fsdp2"):
