@@ -133,7 +133,7 @@ def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
 def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
     """Count verdicts on several GPUs by whether the traced peak and the planned overhead fit; list the wrong ones."""
     from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.memory import UNCERTAINTY, UNCERTAINTY_UNKNOWN, fit_verdict
+    from toolkit.plan.memory import UNCERTAINTY, UNCERTAINTY_UNKNOWN, Margin, fit_verdict
 
     counts, wrong = Counter[str](), []
     for case in cases:
@@ -145,7 +145,7 @@ def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
         for gpu in GPUS:
             memory = find_gpu(gpu).memory_bytes
             sizes = {"planned_peak_bytes": plan["planned_peak_bytes"], "exact_bytes": exact_bytes}
-            word = fit_verdict(**sizes, memory_bytes=memory, uncertainty=uncertainty)
+            word = fit_verdict(**sizes, memory_bytes=memory, margin=Margin(of_rest=uncertainty))
             fits = traced_peak(case) + plan["overhead_bytes"] <= memory
             key = f"{word}, {'would fit' if fits else 'would not fit'}"
             counts[key] += 1
