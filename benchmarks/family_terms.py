@@ -174,6 +174,8 @@ def main() -> int:
     different = []
     for name in options.names or known_models():
         path = known_models()[name]
+        if options.check and not path.with_name(TERMS).exists():  # it follows from another size
+            continue
         if not path.with_name(COUNTED).exists() or (path.with_name(TERMS).exists() and not options.again):
             continue
         values, folders = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import ROOT
 
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
@@ -94,6 +95,15 @@ def test_bundled_models_are_planned_without_the_libraries_that_train(models: lis
     done = subprocess.run([sys.executable, "-c", PLAN, *models], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [f"{model} True" for model in models]
+
+
+@pytest.mark.nightly
+def test_terms_of_families_are_those_that_the_installed_transformers_gives() -> None:
+    names = ["LiquidAI/LFM2-1.2B", "Qwen/Qwen3.5-0.8B", "Qwen/Qwen3-VL-2B-Instruct", "tiiuae/Falcon-H1-0.5B-Base"]
+    command = [sys.executable, "benchmarks/family_terms.py", "--again", "--check", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout.split("\n")) >= len(names), "one of them has no terms"
 
 
 def written(folder: Path, model_type: str, **fields: object) -> str:
