@@ -464,7 +464,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
     for kind, decisive in DECISIVE_KEYS.items():
-        if keys & decisive:
+        if keys & decisive and not keys & FOREIGN_KEYS:
             return kind
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
         return None

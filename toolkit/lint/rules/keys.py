@@ -55,12 +55,11 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
     close = None if stem is None else stems[stem]
-    return Match(
-        key,
-        f"`{shorten(name)}` {what}",
-        f"`{close}`" if close else "remove it",
-        rename=close if close and not doc.has(f"{prefix}{close}") else None,
-    )
+    is_free = close is not None and not doc.has(new := f"{prefix}{close}")
+    fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
+    otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
+    fix = f"`{close}`" if close else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -219,11 +218,11 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
     for block, known in DEEPSPEED_BLOCKS.items():
-        accepted = {*known, *removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED} if block == "zero_optimization" else known
+        names = [*known, *(removed.ZERO_DEPRECATED if block == "zero_optimization" else ())]
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
-            if name not in accepted and f"stage3_{name}" not in known:
-                yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+            if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
+                yield _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")

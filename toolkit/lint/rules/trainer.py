@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import project_source
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -145,6 +147,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
             and doc.program in ("transformers", None)
             and doc.call is None
             and not doc.is_json
+            and not re.search(rf"float\(.*[\"']{name}[\"']", project_source(Path(doc.path).absolute().parent))
         ):
             number = re.sub("[eE]", ".0e", str(value))
             yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", f"`{number}`", value=number)
