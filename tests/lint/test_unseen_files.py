@@ -220,3 +220,27 @@ def test_a_block_of_deepspeeds_json_in_the_yaml_is_sent_to_a_json(tmp_path: Path
 def test_a_program_in_quotes_or_with_its_path_is_started(launcher: str, tmp_path: Path) -> None:
     findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template x --lora_r 8\n")
     assert [each.key for each in findings] == ["lora_r"]
+
+
+@pytest.mark.parametrize(
+    ("source", "level"),
+    [
+        ("args = TrainingArguments(warmup_ratio=cfg['warmup_ratio'])", "warning"),
+        ("known = inspect.signature(TrainingArguments.__init__).parameters", "note"),
+        ("known = {each.name for each in dataclasses.fields(SFTConfig)}", "note"),
+    ],
+)
+def test_a_script_that_drops_what_its_version_does_not_have_is_not_refused(
+    source: str, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    text = "seed: 1\nmy_rows: 5\nmy_cap: 2\nmy_words: 3\nbf16: true\nreport_to: none\nwarmup_ratio: 0.1\n"
+    assert levels(lint(tmp_path, a__yaml=text))["warmup_ratio"] == level
+
+
+def test_a_setting_that_a_script_reads_by_its_name_is_not_misspelt(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("size = config.per_device_batch_size\n")
+    text = "learning_rate: 0.1\nnum_train_epochs: 1\nbeta: 0.1\nper_device_batch_size: 2\nlogging_stepss: 2\n"
+    assert [each.key for each in lint(tmp_path, a__yaml=text)] == ["logging_stepss"]

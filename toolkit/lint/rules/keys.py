@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ CLOSED_ARGUMENTS = (
     *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
     "train_sampling_strategy",
 )
+# What a script asks for the arguments of its own version, to pass these alone.
+DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
@@ -266,6 +269,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
+        drops = doc.call is None and DROPS_UNKNOWN.search(doc.reader_source)
         may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
@@ -275,7 +279,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             fix,
             rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
             remove=(instead is None or is_off) and not may_be_its,
-            level=NOTE if is_declared else WARNING if may_be_its and doc.program else None,
+            level=NOTE if is_declared or drops else WARNING if may_be_its and doc.program else None,
         )
 
 
@@ -303,7 +307,8 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        if close and not doc.has(close) and not doc.is_declared(name):
+        reads_it = doc.is_declared(name) or re.search(rf"[.\"']{re.escape(name)}\b", doc.reader_source)
+        if close and not doc.has(close) and not reads_it:
             level = None if doc.program in OUR_PROGRAMS else NOTE
             message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
             yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)

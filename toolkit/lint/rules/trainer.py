@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import project_source
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -147,7 +145,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
             and doc.program in ("transformers", None)
             and doc.call is None
             and not doc.is_json
-            and not re.search(rf"float\(.*[\"']{name}[\"']", project_source(Path(doc.path).absolute().parent))
+            and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source)
         ):
             number = re.sub("[eE]", ".0e", str(value))
             yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", f"`{number}`", value=number)
