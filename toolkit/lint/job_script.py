@@ -154,6 +154,7 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
     set_once: Mapping[str, str | None] | None = None
+    options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:
         command = text[start:end]
         calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
@@ -171,12 +172,9 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
                 len(command),
             )
             inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
-            given, options = (
-                itertools.islice(_words(inner, found.end(), variables), MAX_WORDS),
-                _SET_TO_OPTION.findall(text),
-            )
             words = [
-                ("$@" if is_open and word.strip("${}") in options else word, at, is_open) for word, at, is_open in given
+                ("$@" if is_open and word.strip("${}") in options else word, at, is_open)
+                for word, at, is_open in itertools.islice(_words(inner, found.end(), variables), MAX_WORDS)
             ]
             yield replace(
                 _read_call(

@@ -307,8 +307,9 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        reads_it = doc.is_declared(name) or re.search(rf"[.\"']{re.escape(name)}\b", doc.reader_source)
-        if close and not doc.has(close) and not reads_it:
+        if close and not doc.has(close) and not doc.is_declared(name):
+            if re.search(rf"[.\"']{re.escape(name)}\b", doc.reader_source):
+                continue  # a script reads it
             level = None if doc.program in OUR_PROGRAMS else NOTE
             message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
             yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)
