@@ -231,6 +231,7 @@ def test_a_program_in_quotes_or_with_its_path_is_started(launcher: str, tmp_path
         ("args = TrainingArguments(warmup_ratio=cfg['warmup_ratio'])", "warning"),
         ("known = inspect.signature(TrainingArguments.__init__).parameters", "note"),
         ("known = {each.name for each in dataclasses.fields(SFTConfig)}", "note"),
+        ("known = dataclasses.fields(SFTConfig)\nHfArgumentParser((SFTConfig,)).parse_yaml_file(name)", "warning"),
     ],
 )
 def test_a_script_that_drops_what_its_version_does_not_have_is_not_refused(

@@ -269,7 +269,8 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
-        drops = doc.call is None and DROPS_UNKNOWN.search(doc.reader_source)
+        source = doc.reader_source if doc.call is None else ""
+        drops = DROPS_UNKNOWN.search(source) and not re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
         may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
