@@ -248,3 +248,17 @@ def test_a_setting_that_a_script_reads_by_its_name_is_not_misspelt(tmp_path: Pat
     (tmp_path / "train.py").write_text("size = config.per_device_batch_size\n")
     text = "learning_rate: 0.1\nnum_train_epochs: 1\nbeta: 0.1\nper_device_batch_size: 2\nlogging_stepss: 2\n"
     assert [each.key for each in lint(tmp_path, a__yaml=text)] == ["logging_stepss"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "keys"),
+    [("ArgumentParser()", []), ("HfArgumentParser((TrainingArguments,))", ["optimizer.params.weight_decay"])],
+)
+def test_a_parser_that_a_script_only_imports_reads_nothing(parser: str, keys: list[str], tmp_path: Path) -> None:
+    imports = "from transformers import (\n    HfArgumentParser,\n    TrainingArguments,\n)\n"
+    (tmp_path / "train.py").write_text(f"{imports}parser = {parser}\n")
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **adam}))
+    command = "deepspeed train.py --output_dir out --bf16 --save_total_limit 1 --deepspeed ds.json\n"
+    findings = lint(tmp_path, a__sh=command)
+    assert [each.key for each in findings if each.rule == "not-auto" and each.level == "warning"] == keys
