@@ -149,3 +149,116 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     script = tmp_path / "grpo.sh"
     script.write_text("accelerate launch --num_processes 3 grpo.py --config r.yaml --num_generations 8 --beta 0.1\n")
     assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]
+
+
+def test_a_comment_in_an_array_closes_no_array(tmp_path: Path) -> None:
+    array = "TRAIN=(\n    swift sft\n    --model a/b\n    # frozen (it's better)\n    --freeze_vit true\n)\n"
+    assert [each for each in lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n') if each.rule == "lost-line"] == []
+
+
+def test_a_file_with_a_base_model_is_not_accelerates(tmp_path: Path) -> None:
+    text = "base_model: a/b\nsequence_len: 512\nmicro_batch_size: 1\ndeepspeed_config:\n  zero_stage: 2\n"
+    assert [each.rule for each in lint(tmp_path, a__yaml=text)] == ["unknown-axolotl-setting"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stage: cpt\nnum_epochs: 3\nper_device_batch_size: 16\nlr_scheduler: cosine\nwarmup_ratio: 0.05\nbf16: true\n",
+        "base_model: a/b\npeft: {type: lora}\nquantization: {load_in_4bit: true}\ndata: {}\ntraining: {bf16: true}\n",
+    ],
+)
+def test_a_file_of_a_script_is_of_no_program(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert [
+        each.rule for each in lint_paths([tmp_path / "a.yaml"], skips_others=True).findings if "unknown" in each.rule
+    ] == []
+
+
+def test_words_that_a_script_was_given_belong_to_no_option(tmp_path: Path) -> None:
+    command = 'torchrun run_clm.py --output_dir out --do_train --logging_steps 10 "$@"\n'
+    assert lint(tmp_path, a__sh=command) == []
+
+
+def test_a_variable_that_is_an_option_somewhere_is_not_the_script(tmp_path: Path) -> None:
+    set_twice = 'if [ "$N" = 1 ]; then\n  MULTI=""\nelse\n  MULTI="--multi_gpu"\nfi\n'
+    command = "accelerate launch --num_processes 2 $MULTI --main_process_port 1234 train.py --config a.yaml\n"
+    assert lint(tmp_path, a__sh=set_twice + command) == []
+
+
+@pytest.mark.parametrize(("source", "rules"), [("", ["number-as-text"]), ("float(cfg.get('learning_rate', 2e-5))", [])])
+def test_text_that_a_script_converts_is_a_number(source: str, rules: list[str], tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    findings = lint(tmp_path, a__yaml="learning_rate: 2e-4\nnum_train_epochs: 1\noutput_dir: out\n")
+    assert [each.rule for each in findings] == rules
+
+
+def test_what_needs_a_decision_is_not_fixed(tmp_path: Path) -> None:
+    for zero in (
+        {"stage": 2, "overlap_comm": True},  # it is faster, and may be wrong
+        {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False, "reduce_bucket_size": "auto"},
+        {"stage": 3, "stage3_max_live_parameters": 0, "sub_group_size": 0},  # for the least memory
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},  # where DeepSpeed's Adam does not compile
+    ):
+        text = json.dumps({"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
+        (tmp_path / "a.json").write_text(text)
+        assert fixed_text(tmp_path / "a.json") == text
+
+
+def test_a_misspelt_switch_is_not_renamed_to_a_block(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3, "cpu_offload_params": true}}')
+    assert '"cpu_offload_param": true' in fixed_text(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(text := '{"zero_optimization": {"stage": 3, "offload_params": true}}')
+    assert fixed_text(tmp_path / "a.json") == text
+
+
+def test_a_block_of_deepspeeds_json_in_the_yaml_is_sent_to_a_json(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_optimization:\n    stage: 3\n"
+    finding = next(each for each in lint(tmp_path, a__yaml=text) if each.rule == "unknown-nested-key")
+    assert "deepspeed_config_file" in finding.fix
+
+
+@pytest.mark.parametrize("launcher", ['"$VENV/bin/llamafactory-cli" train', "bin/llamafactory-cli train"])
+def test_a_program_in_quotes_or_with_its_path_is_started(launcher: str, tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template x --lora_r 8\n")
+    assert [each.key for each in findings] == ["lora_r"]
+
+
+@pytest.mark.parametrize(
+    ("source", "level"),
+    [
+        ("args = TrainingArguments(warmup_ratio=cfg['warmup_ratio'])", "warning"),
+        ("known = inspect.signature(TrainingArguments.__init__).parameters", "note"),
+        ("known = {each.name for each in dataclasses.fields(SFTConfig)}", "note"),
+        ("known = dataclasses.fields(SFTConfig)\nHfArgumentParser((SFTConfig,)).parse_yaml_file(name)", "warning"),
+    ],
+)
+def test_a_script_that_drops_what_its_version_does_not_have_is_not_refused(
+    source: str, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    text = "seed: 1\nmy_rows: 5\nmy_cap: 2\nmy_words: 3\nbf16: true\nreport_to: none\nwarmup_ratio: 0.1\n"
+    assert levels(lint(tmp_path, a__yaml=text))["warmup_ratio"] == level
+
+
+def test_a_setting_that_a_script_reads_by_its_name_is_not_misspelt(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("size = config.per_device_batch_size\n")
+    text = "learning_rate: 0.1\nnum_train_epochs: 1\nbeta: 0.1\nper_device_batch_size: 2\nlogging_stepss: 2\n"
+    assert [each.key for each in lint(tmp_path, a__yaml=text)] == ["logging_stepss"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "keys"),
+    [("ArgumentParser()", []), ("HfArgumentParser((TrainingArguments,))", ["optimizer.params.weight_decay"])],
+)
+def test_a_parser_that_a_script_only_imports_reads_nothing(parser: str, keys: list[str], tmp_path: Path) -> None:
+    imports = "from transformers import (\n    HfArgumentParser,\n    TrainingArguments,\n)\n"
+    (tmp_path / "train.py").write_text(f"{imports}parser = {parser}\n")
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **adam}))
+    command = "deepspeed train.py --output_dir out --bf16 --save_total_limit 1 --deepspeed ds.json\n"
+    findings = lint(tmp_path, a__sh=command)
+    assert [each.key for each in findings if each.rule == "not-auto" and each.level == "warning"] == keys

@@ -111,8 +111,10 @@ class ProgramSchema:
         """Return True for a file with a marker of the program and most of its settings, or in another format of it."""
         if self.model not in (None, *keys) or keys.isdisjoint(self.markers):
             return False
-        unknown = len(keys - self.known)
-        return unknown <= max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) or not keys.isdisjoint(self.others)
+        # A script's own file has one of them by chance: `base_model`, `stage`.
+        is_sure = self.model or len(keys.intersection(self.markers)) > 1 or not keys.isdisjoint(self.decisive)
+        most = max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) if is_sure else 0
+        return len(keys - self.known) <= most or not keys.isdisjoint(self.others)
 
 
 @functools.cache

@@ -128,8 +128,12 @@ class Document:
     @property
     def has_trl_parser(self) -> bool:
         """Return True where the script, or the project, uses TRL's parser and ModelConfig, which refuse other names."""
-        source = self.source or project_source(Path(self.path).absolute().parent)
-        return "TrlParser(" in source and "ModelConfig" in source
+        return "TrlParser(" in self.reader_source and "ModelConfig" in self.reader_source
+
+    @property
+    def reader_source(self) -> str:
+        """The source of the script, or that of a file's project."""
+        return self.source or project_source(Path(self.path).absolute().parent)
 
     @property
     def linted(self) -> list[Document]:
@@ -464,7 +468,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
     for kind, decisive in DECISIVE_KEYS.items():
-        if keys & decisive:
+        if keys & decisive and not keys & FOREIGN_KEYS:
             return kind
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
         return None

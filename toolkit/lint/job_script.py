@@ -34,7 +34,7 @@ _LAUNCHERS = {
     "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\$|\S+\.py))"),
     "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
     "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
-    "llamafactory-cli": re.compile(r"(?<![\w./-])(?:llamafactory-cli|lmf)(?=[ \t]+train\b)"),
+    "llamafactory-cli": re.compile(r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+train\b)"),
     "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
 }
 PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift")  # launchers that train themselves
@@ -59,6 +59,7 @@ _ASSIGNMENT = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
+_SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _MANY_WORDS = re.compile(
@@ -153,6 +154,7 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
     set_once: Mapping[str, str | None] | None = None
+    options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:
         command = text[start:end]
         calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
@@ -166,10 +168,14 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
             around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
             stop = next(
-                (each.end() - 1 for each in around if each.start() < found.start() < each.end() - 1), len(command)
+                (each.end() - 1 for each in around if each.start() < found.start() and found.end() < each.end() - 1),
+                len(command),
             )
             inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
-            words = list(itertools.islice(_words(inner, found.end(), variables), MAX_WORDS))
+            words = [
+                ("$@" if is_open and word.strip("${}") in options else word, at, is_open)
+                for word, at, is_open in itertools.islice(_words(inner, found.end(), variables), MAX_WORDS)
+            ]
             yield replace(
                 _read_call(
                     tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
@@ -259,7 +265,7 @@ def _words(
         if word is None:
             word, begin = "", piece.start()
         token = piece[0]
-        is_open |= token[0] == "$" or (token[0] == '"' and bool(re.fullmatch(r'"\$\{\w+\[[@*]\]\}"', token)))
+        is_open |= token[0] == "$" or bool(re.fullmatch(r'"\$(?:@|\{(?:@|\w+\[[@*]\])\})"', token))
         if token[0] in "'\"" and len(token) > 1:
             word += token[1:-1] if token[0] == "'" else re.sub(r'\\(["\\$])', r"\1", token[1:-1])
         else:

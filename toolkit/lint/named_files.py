@@ -79,7 +79,7 @@ def reader_in(source: str, *, is_trainer: bool) -> str | None:
     """Return who reads a script's arguments, as its source says it; None where that says nothing."""
     if "H4ArgumentParser" in source:  # which drops words behind a file that its dataclasses do not have
         return A_SCRIPT
-    if re.search(r"\b(?:HfArgument|Trl)Parser\b", source):
+    if re.search(r"\b(?:HfArgument|Trl)Parser(?=[\[()])", source):  # imported alone, it reads nothing
         takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
         is_plain = is_trainer and "TrainingArguments" in source
         return None if takes_others or not is_plain else "transformers"

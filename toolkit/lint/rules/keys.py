@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ CLOSED_ARGUMENTS = (
     *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
     "train_sampling_strategy",
 )
+# What a script asks for the arguments of its own version, to pass these alone.
+DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
@@ -55,12 +58,11 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
     close = None if stem is None else stems[stem]
-    return Match(
-        key,
-        f"`{shorten(name)}` {what}",
-        f"`{close}`" if close else "remove it",
-        rename=close if close and not doc.has(f"{prefix}{close}") else None,
-    )
+    is_free = close is not None and not doc.has(new := f"{prefix}{close}")
+    fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
+    otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
+    fix = f"`{close}`" if close else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -219,11 +221,11 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
     for block, known in DEEPSPEED_BLOCKS.items():
-        accepted = {*known, *removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED} if block == "zero_optimization" else known
+        names = [*known, *(removed.ZERO_DEPRECATED if block == "zero_optimization" else ())]
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
-            if name not in accepted and f"stage3_{name}" not in known:
-                yield _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+            if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
+                yield _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
@@ -267,6 +269,8 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
+        source = doc.reader_source if doc.call is None else ""
+        drops = DROPS_UNKNOWN.search(source) and not re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
         may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
@@ -276,7 +280,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             fix,
             rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
             remove=(instead is None or is_off) and not may_be_its,
-            level=NOTE if is_declared else WARNING if may_be_its and doc.program else None,
+            level=NOTE if is_declared or drops else WARNING if may_be_its and doc.program else None,
         )
 
 
@@ -305,6 +309,8 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close) and not doc.is_declared(name):
+            if re.search(rf"[.\"']{re.escape(name)}\b", doc.reader_source):
+                continue  # a script reads it
             level = None if doc.program in OUR_PROGRAMS else NOTE
             message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
             yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)

@@ -10,7 +10,7 @@ from toolkit.lint.document import SCRIPTS, Document
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
 
-ARRAY = re.compile(r"\w\+?=\((?:[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
+ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
 ASSIGNED = re.compile(

@@ -145,6 +145,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
             and doc.program in ("transformers", None)
             and doc.call is None
             and not doc.is_json
+            and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source)
         ):
             number = re.sub("[eE]", ".0e", str(value))
             yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", f"`{number}`", value=number)
