@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from subprocess import CompletedProcess
 from threading import Thread
@@ -52,7 +53,7 @@ def note(name: str) -> tuple[str, ...]:
 VERIFIED = [
     *("bf16_flag", "best_tb", "compile", "distill", "eval_iterable", "eval_start", "eval_callback", "eval_bert"),
     *("iterable", "lora_bf16", "lora_fp32", "optimizers_given", "overrides", "own_clip", "own_group"),
-    *("prompt_tuning", "split_batches", "unused", "workers", "zero_init", "eval_loop_after", "eval_fixed"),
+    *("prompt_tuning", "split_batches", "unused", "workers", "eval_loop_after", "eval_fixed"),
 ]
 QUICK = [  # one for each behaviour
     Case("peek_batch"),
@@ -68,11 +69,13 @@ NIGHTLY = [
     Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
     *(Case(name) for name in VERIFIED),
     Case("two_trainers", trainings=2),
+    # Clipping counts gradients that DDP does not reduce: the ranks' heads really come apart.
+    Case("zero_init", says=("warning: the ranks do not train one model", "parameters were unfrozen after the engine")),
     Case("auto_find"),
     Case("gc_direct", says=note("activation_checkpointing")),
-    Case("kbit_prepare", says=note("activation_checkpointing")),
+    Case("kbit_prepare"),  # the model is not quantized, so peft switches no checkpointing on
     Case("grad_noise", says=note("gradient norm at the optimizer, after what the script does")),
-    Case("lora_auto", says=note("compute_dtype")),
+    Case("lora_auto"),
     Case("fp16_flag", says=note("compute_dtype on rank 0 is float32, expected float16")),  # not on a CPU
     Case("lion_bf16", says=note("optimizer_dtype")),
     Case("fsdp2_plain", says=("no Trainer was made",), status="failed", code=1, trainings=0),
@@ -88,8 +91,8 @@ def launch(name: str, out: Path, *words: str, run: Path | None = None, **variabl
     return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | variables, cwd=out.parent)
 
 
-def lines(ended: CompletedProcess[str]) -> set[str]:
-    return {line for line in ended.stdout.splitlines() if not TIMED.search(line)}
+def lines(ended: CompletedProcess[str]) -> Counter[str]:
+    return Counter(line for line in ended.stdout.splitlines() if not TIMED.search(line))
 
 
 def files(out: Path) -> set[str]:
@@ -107,7 +110,10 @@ def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -
     if alone is not None:
         assert alone.returncode == ended.returncode
         assert files(tmp_path / "out") == files(tmp_path / "alone")
-        assert {line.replace("/alone", "/out") for line in lines(alone)} <= lines(ended)
+        alone_lines = Counter(line.replace("/alone", "/out") for line in lines(alone))
+        # Ranks that print at a time alone may share a line.
+        missing, more = alone_lines - lines(ended), lines(ended) - alone_lines
+        assert not Counter("".join(missing.elements())) - Counter("".join(more.elements()))
     assert [said for said in case.says if said not in text] == []
     recorded: dict[str, Any] = read(run.run_json)
     assert recorded["status"] == case.status

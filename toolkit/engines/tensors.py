@@ -63,8 +63,8 @@ def uncompiled(module: Any) -> Any:
 
 
 def compiled_modules(model: Any) -> int:
-    """Return how many modules of a model run compiled."""
-    return sum(module._compiled_call_impl is not None for module in model.modules())
+    """Return how many modules of a wrapped model run compiled: in place, or in the compiler's wrapper."""
+    return sum(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:

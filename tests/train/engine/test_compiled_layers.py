@@ -79,6 +79,11 @@ def test_lengths_that_vary_are_compiled_once(lengths_vary: bool) -> None:
     assert (CompilerEvents.read().since(before).graphs == 1) == lengths_vary
 
 
+def test_a_whole_model_in_the_compilers_wrapper_counts_as_compiled() -> None:
+    """As accelerate compiles the model of somebody's script."""
+    assert compiled_modules(torch.compile(torch.nn.Sequential(Model()), backend="eager")) == 1
+
+
 def test_a_graph_break_is_counted_and_the_warning_names_its_reason() -> None:
     model, before = Model(Breaking), CompilerEvents.read()
     compile_layers(model, EAGER, lengths_vary=False)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
-from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names
+from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names, num_trainable_params
 from toolkit.engines.zero_live import remove_shared_buffer
 from toolkit.errors import AttestationFailed
 from toolkit.observe.attest.clipping import (
@@ -61,6 +61,10 @@ WHOLE_MODEL_HINT = (
     "`FSDP_TRANSFORMER_CLS_TO_WRAP=Layer` in the environment or `_no_split_modules = ['Layer']` on the model's class"
 )
 
+UNFROZEN_HINT = (
+    "parameters were unfrozen after the engine was made: it does not reduce their gradients, which clipping counts on"
+    " each rank; unfreeze them before `train()`"
+)
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -105,7 +109,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.before_training = self.read_before_training(plain)
         live_engine(wrapped).call_at_gradient_peak(self.on_pre_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
-        if not compiled_modules(plain):  # a hook would make torch compile the graph a second time
+        if not compiled_modules(wrapped):  # a hook would make torch compile the graph a second time
             self.forwards.start(plain)
         self.progress.enter("train")
         self.timer.restart_clock()
@@ -185,15 +189,19 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         step, reading = state.global_step, self.reading
         if reading is None or step in (self.first_step, *(check["step"] for check in self.replica_checks[-1:])):
             return
-        ranks = self.replicas.gather(reading | self.replicas.read())
+        trained = {"num_trainable_params": num_trainable_params(self.plain)}
+        ranks = self.replicas.gather(reading | self.replicas.read() | trained)
         found = replica_differences(ranks)
+        unfrozen = any(rank["num_trainable_params"] > reading["num_trainable_params"] for rank in ranks)
         self.replica_checks.append({"step": step, "replicas": found[0].found if found else ranks[0]["replicas"]})
         if self.run.writes:
             self.run.folder.update_run(replica_checks=self.replica_checks)
         if found and not self.trains_apart:
             self.trains_apart = True
             message, hint = f"the ranks do not train one model: after step {step} {found[0]}", self.replicas.hint
-            if self.strict:
+            if unfrozen:
+                hint = f"{UNFROZEN_HINT}; {hint}"
+            if self.strict and not unfrozen:
                 raise AttestationFailed(message, hint=hint or None)
             print(f"warning: {message}: {hint}\n" * self.run.writes, end="", flush=True)
 

@@ -36,7 +36,7 @@ def read_rank(
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
     parameters = list(plain.parameters())
     engine = read_engine(trainer, wrapped, parameters)
-    compiled, compiler = tensors.compiled_modules(plain), CompilerEvents.read()
+    compiled, compiler = tensors.compiled_modules(trainer.model_wrapped), CompilerEvents.read()
     in_4bit = [module.weight for module in tensors.quantized_modules(plain)]
     reading = {
         "rank": trainer.args.process_index,
