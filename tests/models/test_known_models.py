@@ -224,3 +224,8 @@ def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> 
 
 def test_a_known_model_needs_no_owner() -> None:
     assert config_path("Qwen3-8B") == config_path("Qwen/Qwen3-8B")
+
+
+def test_a_run_is_planned_by_a_count_that_is_there() -> None:
+    """`toolkit train` waits for no count, and said "not planned" of a model that `recommend` plans."""
+    assert read_model("Qwen/Qwen3.5-0.8B", count=False).num_params == read_model("Qwen/Qwen3.5-0.8B").num_params

@@ -52,8 +52,8 @@ SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     """Return the shape of MODEL.
 
-    With `count=False`, an architecture without formulas is an error, since counting it takes seconds. Raises
-    ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
+    With `count=False`, an architecture that has neither formulas nor a count is an error, since counting it takes
+    seconds. Raises ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
     """
     path = config_path(MODEL)
     fields = ConfigFields(read_config(path), str(path))
@@ -64,10 +64,19 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     shape = shape_from_config(fields)
     if shape is not None:
         return with_next_token_layers(shape, fields) if is_mimo else shape
-    if not count:
+    counted = count_shape(path, fields.values) if count else _earlier_count(fields.values)
+    if counted is None:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
-    counted = count_shape(path, fields.values)
     return replace(counted, patches_per_token=patches_per_token(fields.values))
+
+
+def _earlier_count(values: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape by a bundled count, one of this node, or that of a family; None where there is none."""
+    if (bundled := bundled_count(values)) is not None:
+        return shape_from_counted(read_json(bundled))
+    with contextlib.suppress(ToolkitError):  # missing, or damaged
+        return _counted_or_scaled(read_json(cached_count(values)), values)
+    return _scaled_from_family(values)
 
 
 def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
