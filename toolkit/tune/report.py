@@ -57,7 +57,7 @@ def result_json(field: Field, standing: Standing, options: TuneOptions) -> dict[
         "rounds": standing.round,
         "error": ERROR,
         "settings": list(rows.values()),
-        "not_tried": [each._asdict() for each in field.not_tried],
+        "not_tried": [{"name": each.name, "kind": each.kind, "why": each.why} for each in field.not_tried],
     }
 
 
