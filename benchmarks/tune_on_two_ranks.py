@@ -23,18 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from record import ROOT, print_table, write_result
-from small_job import words
-
-sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "warm_starts")]
-
-from fork_server import SERVER_VARIABLE, fork_server
-from warm_popen import fork_runs
+from small_job import fork_runs_on_cpus, small_model, words
 
 from toolkit.compare.commands import check_comparison
 from toolkit.compare.ledger import LEDGER_FILE, Ledger, TrialRecord
 from toolkit.compare.significance import common_steps, ratio_confidence
 from toolkit.compare.specification import make_specification, open_comparison
-from toolkit.demo.assets import default_data_file, prepare_default_model
 from toolkit.tune.commands import compare_options
 from toolkit.tune.elimination import ratio_interval
 from toolkit.tune.field import make_field
@@ -42,8 +36,6 @@ from toolkit.tune.options import TuneOptions
 from toolkit.tune.standing import stand, trial_of
 
 ROUNDS = 6
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True}
 OWN = "zero2"
 LARGEST_SHARE = 0.5
 
@@ -63,31 +55,12 @@ def options_of(folder: Path, model: Path) -> TuneOptions:
     )
 
 
-def start_server() -> None:
-    """Fork the runs from one process with all imports, so that a trial takes seconds."""
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    fork_runs()
-    os.environ[SERVER_VARIABLE] = fork_server(os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
-
-
 def run_all(options: TuneOptions) -> None:
     """Run every trial of every setting, as `toolkit compare` does."""
     runner = check_comparison(compare_options(options, make_field(options, OWN)))
     open_comparison(options.output_dir, runner.spec, resume=True)
     with runner.progress:
         runner.run()
-
-
-def tiny_model(folder: Path) -> Path:
-    """Write the model once, with a vocabulary of 4,096; return its folder."""
-    if not (folder / "model.safetensors").exists():
-        from random_models import random_llama
-        from transformers import AutoTokenizer
-
-        texts = default_data_file("faq-en-alpaca.jsonl").read_text().splitlines()
-        tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
-        random_llama(folder, tokenizer.train_new_from_iterator(texts, 4096), **SIZES)
-    return folder
 
 
 def compare(options: TuneOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -153,9 +126,10 @@ def main() -> int:
     parser.add_argument("--run", action="store_true", help="run the trials that are missing")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    options = options_of(given.work / "all", tiny_model(given.work / "tiny-llama"))
+    options = options_of(given.work / "all", small_model(given.work / "tiny-llama", vocab_size=4096))
     if given.run:
-        start_server()
+        os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        fork_runs_on_cpus()
         run_all(options)
         return 0
     facts, rows = compare(options)

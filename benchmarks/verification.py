@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from record import ROOT, append_line, print_table, read_lines, write_result
-from small_job import small_model, words
+from small_job import fork_runs_on_cpus, small_model, words
 
-sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "warm_starts")]
+sys.path.append(str(ROOT / "tests" / "support"))
 
-from fork_server import SERVER_VARIABLE, fork_server
 from trl_jobs import GENERATES, TRL_ROWS
-from warm_popen import fork_runs
 
 from toolkit.launch.launch import prepare_run, run_training
 from toolkit.launch.options import TrainOptions
@@ -450,8 +448,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=600.0, help="start no run after so many minutes")
     given = parser.parse_args()
     os.environ |= {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    fork_runs()
-    os.environ[SERVER_VARIABLE] = fork_server(os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+    fork_runs_on_cpus()
     given.work.mkdir(parents=True, exist_ok=True)
     model, ledger = small_model(given.work / "small-llama"), given.work / "runs.jsonl"
     runs = [*deviating_runs(), *honest_runs()]

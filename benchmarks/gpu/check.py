@@ -52,8 +52,10 @@ CUT_OFF, OVER = "cut off: the same command resumes", "minutes are over"
 SEND_TO = "Attach it to an issue of the repository: docs/evidence/gpu.md."
 HEARTBEAT_SECONDS, END_SECONDS = 30, 20
 # No hub, and no index of packages.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PIP_NO_INDEX": "1", "TOKENIZERS_PARALLELISM": "false"}
-OFFLINE |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
+OFFLINE = {
+    **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "PIP_NO_INDEX"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
 ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 KEPT_OF_NODE = ("cpu", "cpu_count", "host_memory_bytes", "python", "gpus")
 TINY_MINUTES = 10  # of each part on a CPU
