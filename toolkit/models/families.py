@@ -195,8 +195,8 @@ def _blocks(rows: Sequence[Row], depths: Mapping[int, int]) -> Iterator[tuple[st
             each[0] for each in rows if each[0].startswith(block[1])
         ):
             start = f"{block[1]}0."
+            of_first = [each for each in rows if each[0].startswith(start)]
             for number in range(depths[counts[block[1]]]):
-                of_first = [each for each in rows if each[0].startswith(start)]
                 yield from (
                     (each[0], [f"{block[1]}{number}.{each[0].removeprefix(start)}", *each[1:]]) for each in of_first
                 )

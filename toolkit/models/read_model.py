@@ -64,25 +64,17 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     shape = shape_from_config(fields)
     if shape is not None:
         return with_next_token_layers(shape, fields) if is_mimo else shape
-    counted = count_shape(path, fields.values) if count else _earlier_count(fields.values)
+    counted = count_shape(path, fields.values, waits=count)
     if counted is None:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
     return replace(counted, patches_per_token=patches_per_token(fields.values))
 
 
-def _earlier_count(values: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape by a bundled count, one of this node, or that of a family; None where there is none."""
-    if (bundled := bundled_count(values)) is not None:
-        return shape_from_counted(read_json(bundled))
-    with contextlib.suppress(ToolkitError):  # missing, or damaged
-        return _counted_or_scaled(read_json(cached_count(values)), values)
-    return _scaled_from_family(values)
-
-
-def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
+def count_shape(config: Path, values: Mapping[str, Any], *, waits: bool = True) -> ModelShape | None:
     """Return the shape of the model that `config` describes; `values` are its fields.
 
-    Raises ToolkitError if transformers cannot build a language model from it.
+    Without `waits`, None where there is neither a count nor one of its family. Raises ToolkitError if transformers
+    cannot build a language model from it.
     """
     if (bundled := bundled_count(values)) is not None:
         return shape_from_counted(read_json(bundled))
@@ -91,6 +83,8 @@ def count_shape(config: Path, values: Mapping[str, Any]) -> ModelShape:
         return scaled
     with contextlib.suppress(ToolkitError):  # missing, or damaged: count again
         return _counted_or_scaled(read_json(path), values)
+    if not waits:
+        return _scaled_from_family(values)
     if error:
         message = f"{values['model_type']} has no formulas, no bundled model has these dimensions, and {error.message}"
         raise ToolkitError(message, hint=error.hint)

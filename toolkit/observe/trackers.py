@@ -15,6 +15,7 @@ from toolkit.engines.engine import Values
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder, read_json
+from toolkit.record.kernel_table import AS_ASKED
 
 PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")
 """Keys of a plan in `run.json`."""
@@ -24,7 +25,7 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 def tell_verdict(trainer: Any, folder: RunFolder, attestation: Mapping[str, Any]) -> None:
     """Tell the trackers what `attestation.json` says, and what was planned. Called by the rank that writes."""
     plan = (read_json(folder.run_json) or {}).get("plan") or {}
-    kernels = [f"{row['name']}: {row['detail']}" for row in attestation["kernels"] if row["verdict"] != "as asked"]
+    kernels = [f"{row['name']}: {row['detail']}" for row in attestation["kernels"] if row["verdict"] != AS_ASKED]
     differences = [
         f"{each['fact']}: {each['found']}, expected {each['expected']}" for each in attestation["differences"]
     ]

@@ -21,8 +21,7 @@ from toolkit.compare.specification import open_comparison
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError
-from toolkit.hardware.gpu_table import common_gpu, find_gpu
-from toolkit.hardware.gpus import ON_CPU_MESSAGE, gpu_names
+from toolkit.hardware.gpus import ON_CPU_MESSAGE
 from toolkit.job.job import Job
 from toolkit.job.job_checks import ARGUMENTS_OF_COMPARISON
 from toolkit.launch.process import terminate_as_interrupt
@@ -111,10 +110,11 @@ def compare_options(options: TuneOptions, field: Field) -> CompareOptions:
 
 def _time(runner: Runner, field: Field, options: TuneOptions) -> str:
     """How many trials, and how long two rounds take, the fewest that eliminate anything, as far as it is known."""
-    gpu = find_gpu(options.gpu) if options.gpu else None if options.on_cpu else common_gpu(gpu_names())
     records, shape = runner.ledger.read(), read_shape(runner.spec.own_job)
     trials = [trial_of(setting, runner.spec, 0) for setting in field.settings]
-    spans = [expected_duration(trial.row, records, runner.spec, shape=shape, gpu=gpu) for trial in trials]
+    spans = [
+        expected_duration(trial.row, records, runner.spec, shape=shape, gpu=options.planned_gpu) for trial in trials
+    ]
     known = [span for span in spans if span is not None]
     text = (
         f"{counted(len(trials), 'setting')}, 2 to {options.rounds} rounds, {options.budget_minutes:g} minutes at most"

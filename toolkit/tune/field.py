@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
-from toolkit.hardware.gpus import count_gpus, gpu_names
+from toolkit.hardware.gpu_table import Gpu
+from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.global_batch import BATCH_ARGUMENT, global_batch_size, with_accumulation
 from toolkit.job.job import Job
@@ -152,9 +152,7 @@ class Search:
             hint = "`toolkit compare --nvme-path DIR` compares it with others"
             raise ToolkitError(f"preset {preset.name!r} offloads to a disk, which tune does not search", hint=hint)
         _check(options, preset, job)
-        gpu, shape, groups = None, None, _groups(options, preset, job)
-        if not options.on_cpu:
-            gpu = common_gpu(gpu_names()) if options.gpu is None else find_gpu(options.gpu)
+        gpu, shape, groups = options.planned_gpu, None, _groups(options, preset, job)
         job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=options.world_size // groups)
         with contextlib.suppress(ToolkitError):
             read = read_model(str(job.model_name_or_path), count=not options.on_cpu) if job.model_name_or_path else None

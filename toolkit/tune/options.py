@@ -16,7 +16,8 @@ import typer
 from toolkit.compare.options import MAX_TRIALS, check_timed_steps
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, PresetNames, TrainingArguments
-from toolkit.hardware.gpus import default_num_processes, trains_on_cpu
+from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
+from toolkit.hardware.gpus import default_num_processes, gpu_names, trains_on_cpu
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
@@ -93,6 +94,13 @@ class TuneOptions(ScriptOptions):
     def on_cpu(self) -> bool:
         """True if the trials run on the CPU; never when planning for a named GPU."""
         return self.gpu is None and trains_on_cpu(self.cpu)
+
+    @property
+    def planned_gpu(self) -> Gpu | None:
+        """The GPU that plans are for: as named, or this node's; None on a CPU, and for GPUs that are not alike."""
+        if self.on_cpu:
+            return None
+        return common_gpu(gpu_names()) if self.gpu is None else find_gpu(self.gpu)
 
     @property
     def world_size(self) -> int:

@@ -20,8 +20,9 @@ from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.significance import common_steps, ratio_confidence
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Interval
-from toolkit.tune.elimination import after_round, ratio_interval
+from toolkit.tune.elimination import SAME_SPEED, after_round, ratio_interval
 from toolkit.tune.field import YOURS, Setting
+from toolkit.units import percent
 
 Outcome = Literal["left", "eliminated", "out_of_memory", "failed", "another_problem", "not_tried"]
 RACES = ("left", "eliminated")  # outcomes whose trials count
@@ -118,7 +119,7 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
         if len(standing.left) == 1:
             return replace(standing, ended="one setting is left")
         if settled:
-            return replace(standing, ended="no setting that is left can be more than 2 % faster")
+            return replace(standing, ended=f"no setting that is left can be more than {percent(SAME_SPEED)} faster")
     return replace(standing, ended=f"every setting that is left has {spec.repeats} trials (--rounds)")
 
 

@@ -35,8 +35,6 @@ MACHINE_FACTS: dict[str, object] = {
 }
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
 ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
-# What accelerate 1.15's `DeepSpeedSequenceParallelConfig` refuses by name.
-SP_REFUSES = ("eager", "flex_attention")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
 KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "save_strategy", "logging_strategy")}
 

@@ -237,7 +237,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
             why = f": {self.replicas.hint}" if self.replicas.hint and found == replica_differences(ranks) else ""
             lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
-            wrong = [each for each in merged_rows(ranks) if each["verdict"] == DIFFERS]
+            wrong = [each for each in attestation["kernels"] if each["verdict"] == DIFFERS]
             lines += table_lines(wrong, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
