@@ -99,7 +99,7 @@ def made_up_record(folder: Path, errors: dict[str, float]) -> Path:
 
 def test_the_sentence_on_measured_jobs_has_their_errors_and_conditions(tmp_path: Path) -> None:
     record = made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.031})
-    assert fits_table(record).splitlines()[-1] == (
+    assert measured_note(record)[-1] == (
         "2 of these jobs, as they were planned then, were rehearsed on one Made-up GPU with torch 1.2.3 (2000-01-02): "
         "the plan of the allocated peak was off by -3.1% to +2.0% "
         "([figures](docs/evidence/gpu.md#jobs-of-readmes-table))."
@@ -112,4 +112,4 @@ def test_a_measured_peak_stands_beside_the_planned_peak_of_the_same_kind(tmp_pat
 
 
 def test_without_a_file_nothing_is_called_measured(tmp_path: Path) -> None:
-    assert "rehearsed" not in fits_table(tmp_path / "gpu-check.json")
+    assert measured_note(tmp_path / "gpu-check.json") == []

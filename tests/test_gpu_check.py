@@ -78,6 +78,7 @@ def test_a_node_without_a_gpu_ends_with_two_lines(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_a_part_that_fails_or_takes_too_long_is_a_row_and_finished_parts_are_not_run_again(
     three_parts: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from toolkit.record.checkpoints import list_checkpoints
 
 LIGHT = {kind.name: kind for kind in light_formats()}
 # Mutations per format: with torch or a report, of pickles, which only three formats contain, and of all others.
-SLOW_EXAMPLES, PICKLE_EXAMPLES, EXAMPLES = 3, 7, 10
+SLOW_EXAMPLES, PICKLE_EXAMPLES, EXAMPLES = 2, 4, 8
 WITH_PICKLES = ("optimizer.pt", "DeepSpeed states", "DCP metadata")
 
 

@@ -27,11 +27,11 @@ CLASSES = {
 }
 # A language model, its adapter, a head that is trained in full beside an adapter, and models that generate no text.
 # FSDP2's checkpoints have no configuration without `--complete-saves`.
-NIGHTLY = [
+CASES = [
     *(("sft", preset, ()) for preset in ("ddp", "zero2", "zero3")),
     *(("dpo-lora", preset, ()) for preset in ("ddp", "zero2", "zero3")),
     *(("reward-lora", preset, COMPLETE) for preset in ("ddp", "zero2", "zero3", "fsdp2")),
-    *((kind, "fsdp2", COMPLETE) for kind in ("sft", "reward")),
+    *((kind, "fsdp2", COMPLETE) for kind in ("sft", "reward", "dpo-lora")),
     ("tokens", "zero3", ()),
     *(("seq2seq", preset, COMPLETE) for preset in ("ddp", "zero2", "zero3")),
 ]
@@ -63,9 +63,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "preset", "options"),
-    [("dpo-lora", "fsdp2", COMPLETE), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+    CASES,
     ids=str,
 )
 def test_an_exported_checkpoint_has_the_weights_that_the_script_saved_itself(

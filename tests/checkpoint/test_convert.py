@@ -75,7 +75,10 @@ def test_an_impossible_conversion_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("source", "preset", "num_trained"),
     # An adapter has A and B for seven projections in each of two layers.
-    [("zero3", "fsdp2", 20), ("zero3-lora", "ddp", 28), ("fsdp2-lora", "ddp", 28), ("zero3-lora", "fsdp2", 28)],
+    [
+        *(("zero3", "fsdp2", 20), ("fsdp2-lora", "ddp", 28)),
+        *(pytest.param("zero3-lora", preset, 28, marks=pytest.mark.nightly) for preset in ("ddp", "fsdp2")),
+    ],
 )
 def test_a_converted_checkpoint_holds_the_same_weights_and_moments(
     saved_runs: Runs, source: str, preset: str, num_trained: int, tmp_path: Path

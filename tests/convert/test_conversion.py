@@ -156,6 +156,7 @@ output_dir: {out}
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_converted_configuration_trains(tiny_model: Path, faq_alpaca: Path, tmp_path: Path) -> None:
     conversion = convert_text(tmp_path, AXOLOTL.format(model=tiny_model, data=faq_alpaca, out=tmp_path / "out"))

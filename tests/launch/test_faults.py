@@ -253,6 +253,7 @@ def test_the_goodput_of_all_starts_of_a_folder_adds_up_to_their_time(story: Stor
     assert "goodput " in story.killed.said
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_distinguished_from_the_one_that_waits_for_it(start: Starter) -> None:
     # The ranks end it by themselves. A step may take seconds on a busy node.
     run = start(plain=True, TOOLKIT_HANG_TIMEOUT_MINUTES="0.1")

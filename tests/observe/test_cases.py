@@ -55,14 +55,14 @@ VERIFIED = [
     *("iterable", "lora_bf16", "lora_fp32", "optimizers_given", "overrides", "own_clip", "own_group"),
     *("prompt_tuning", "split_batches", "unused", "workers", "eval_loop_after", "eval_fixed"),
 ]
-QUICK = [  # one for each behaviour
-    Case("peek_batch"),
-    Case("collator_attr", says=("p = 1.0 is it mine: True",)),
-    Case("train_twice", trainings=3, says=("SCRIPT DONE Trainer True",)),
+QUICK = [
     Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1),
 ]
 NIGHTLY = [
+    Case("peek_batch"),
+    Case("collator_attr", says=("p = 1.0 is it mine: True",)),
+    Case("train_twice", trainings=3, says=("SCRIPT DONE Trainer True",)),
     Case("rank0_after", says=("ValueError: my real error",), status="failed", code=1),
     Case("slow_callback", words=("20",), variables={"TOOLKIT_HANG_TIMEOUT_MINUTES": "0.1"}),
     # Alone, torch 2.13 may hang in `destroy_process_group` of gloo: it is not launched alone.

@@ -42,6 +42,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [(row["step"], row["loss"], row["batch_sha256"]) for row in map(json.loads, lines)]
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_background_checkpoint_has_the_same_tensors(saved_job: list[str], saved_runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -31,6 +31,7 @@ print(faults_of_freed_memory())
 pytestmark = pytest.mark.launch
 
 
+@pytest.mark.nightly
 def test_a_rank_imports_neither_bitsandbytes_nor_inductor_asks_no_numactl_and_leaves_no_shared_memory(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path
 ) -> None:
@@ -80,7 +81,10 @@ def test_garbage_is_collected_again_after_an_import_that_failed() -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize(("module", "broken"), [("toolkit.train", "torch"), ("toolkit.observe", "transformers")])
+@pytest.mark.parametrize(
+    ("module", "broken"),
+    [("toolkit.train", "torch"), pytest.param("toolkit.observe", "transformers", marks=pytest.mark.nightly)],
+)
 def test_a_library_that_a_rank_cannot_import_is_in_failure_json(module: str, broken: str, tmp_path: Path) -> None:
     """Without a launcher of ours, which would read the log; an earlier run's records stay as they are."""
     (tmp_path / f"{broken}.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")

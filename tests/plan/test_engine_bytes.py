@@ -107,6 +107,7 @@ def differing(cases: list[Case], folder: Path) -> list[tuple[Case, dict[str, int
     return [(case, real, planned(case)) for case, real in zip(cases, held, strict=True) if real != planned(case)]
 
 
+@pytest.mark.nightly
 def test_planned_states_are_those_that_engines_hold(tmp_path: Path) -> None:
     optimized = [(name, 2, 0, presets, None, optim) for name, presets, optim in OPTIMIZED]
     cases = cases_of(tmp_path, [*((*row, DEFAULT_OPTIMIZER) for row in SPARSE), *optimized])

@@ -149,13 +149,10 @@ def without_weights(model: Path, folder: Path, config: dict[str, Any] | None = N
     return folder / "model"
 
 
-DAILY = ("dpo", "fsdp2")
-TRACED = [
-    case if case == DAILY else pytest.param(*case, marks=pytest.mark.nightly)
-    for case in ((script, preset) for script in TRL_ROWS for preset in ("single", "ddp", "fsdp2"))
-]
+TRACED = [(script, preset) for script in TRL_ROWS for preset in ("single", "ddp", "fsdp2")]
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize(("script", "preset"), TRACED)
 def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(

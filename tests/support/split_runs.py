@@ -160,8 +160,8 @@ RUNS = {
 }
 
 
-# One run per preset that divides a model or a sequence over two dimensions at most; `make test-nightly` has all.
-LAUNCHED_ALWAYS = ("tp", "ep", "cp", "ulysses", "pipeline", "pipeline-resumed")
+# One run of each kind: weights, sequence and layers are divided; `make test-nightly` has all.
+LAUNCHED_ALWAYS = ("tp", "cp", "pipeline", "pipeline-resumed")
 
 
 def split_runs(*, resumed: bool = False) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import attested_ranks, losses, rank_rows, read
+from launching import attested_ranks, losses, nightly, rank_rows, read
 from random_models import random_llama
 
 from toolkit.checkpoint.hf_export import export
@@ -46,7 +46,7 @@ FREEZE_PRESETS = {
 FULL = ("--bf16", "true", "--activation_checkpointing", "true", "--save_model", "false")
 LORA = ("--bf16", "true", "--lora_r", "4")
 FREEZE = ("--bf16", "true", "--neftune_noise_alpha", "5", "--freeze", "model.embed_tokens.*", "model.layers.0.*")
-PRESETS = ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.nightly), "fsdp2"]
+PRESETS = ["ddp", *nightly("zero2", "zero3"), "fsdp2"]
 BF16_ROUNDING = 2**-8
 Start = Callable[..., Path]
 
@@ -94,7 +94,7 @@ def test_a_lora_base_is_held_once_in_bf16_as_planned(start: Start, preset: str, 
     assert_same_losses(folder, start("ddp", *LORA))
 
 
-@pytest.mark.parametrize("preset", [each for each in PRESETS if each != "zero2"])
+@pytest.mark.parametrize("preset", ["fsdp2", *nightly("ddp", "zero3")])
 def test_frozen_weights_do_not_change_and_all_others_do(start: Start, preset: str, tiny_model: Path) -> None:
     import torch
     from safetensors.torch import load_file

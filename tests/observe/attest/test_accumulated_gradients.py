@@ -36,6 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_each_rank_holds_and_sends_the_planned_accumulated_gradients(runs: dict[str, Path], tiny_model: Path) -> None:
     """fp32 on a CPU: half of them as shards, and twice as many bytes whole."""

@@ -97,6 +97,7 @@ def test_norms_are_read_until_the_reader_stops() -> None:
     assert reader.reading == read
 
 
+@pytest.mark.nightly
 def test_the_norm_of_a_large_flat_gradient_in_host_memory_is_right() -> None:
     """ZeRO with CPU offload: torch misses 1 % of the norm of 134 million elements, and 3 % of 298 million."""
     flat = torch.nn.Parameter(torch.zeros(1))

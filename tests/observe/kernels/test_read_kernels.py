@@ -46,10 +46,7 @@ NAMED: dict[str, tuple[str, str | None, str, str, str]] = {
     "packed_rows_with_a_mask": ("documents", "isolated", "mixed", DIFFERS, "layers.0.self_attn (LlamaAttention)"),
     "packed_rows_of_a_state_space": ("documents", "isolated", "mixed", DIFFERS, "layers.0.mixer (Mamba2Mixer)"),
 }
-QUICK = (
-    *("flash_attention_that_falls_back", "mamba_without_its_package", "one_block_not_checkpointed"),
-    *("packed_rows_with_a_mask", "packed", "adapters_with_checkpoints", "a_block_that_the_loss_does_not_reach"),
-)
+QUICK = (*("flash_attention_that_falls_back", "one_block_not_checkpointed", "packed_rows_with_a_mask", "packed"),)
 
 
 def run_cases(folder: Path, names: tuple[str, ...]) -> Path:

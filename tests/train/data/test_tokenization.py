@@ -175,6 +175,7 @@ def test_an_invalid_row_of_a_file_is_reported_by_its_line(tokenizer: Any, tmp_pa
         tokenized(dataset, with_template(tokenizer, None), data_format)
 
 
+@pytest.mark.nightly
 def test_a_file_is_never_in_memory_whole_and_its_rows_are_parsed_by_one_rank_of_a_node(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with path.open("w") as file:

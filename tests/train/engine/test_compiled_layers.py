@@ -58,6 +58,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.nightly
 def test_each_layer_is_compiled_in_place_and_keeps_its_name_and_its_result() -> None:
     model, x = Model(), torch.ones(2, 3, 4)
     names, result, before = list(model.state_dict()), model(x), CompilerEvents.read()

@@ -18,11 +18,12 @@ from toolkit.versions import is_importable
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.nightly,
     pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed"),
 ]
 LORA_R = 4
 SHARDED = ("fsdp2", "zero3")
-PRESETS = [pytest.param(name, marks=() if name == "fsdp2" else pytest.mark.nightly) for name in ("zero2", *SHARDED)]
+PRESETS = ["zero2", *SHARDED]
 # zero3 also keeps tensors of up to ten times the hidden size gathered: the four weights of attention in each of two
 # layers, packed into 512, 256, 256 and 512 fp32 numbers.
 GATHERED_BYTES = {"zero3": 2 * 4 * (512 + 256 + 256 + 512)}
@@ -54,7 +55,6 @@ def test_each_rank_holds_planned_4_bit_weights_with_ddps_losses(start: Start, pr
 
 
 @pytest.mark.parametrize("preset", PRESETS[-2:])
-@pytest.mark.nightly
 def test_a_resumed_run_repeats_the_last_step_bit_for_bit(start: Start, preset: str) -> None:
     whole = run_of(start, preset)
     checkpoint = str(whole / "checkpoint-2")
