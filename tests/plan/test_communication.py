@@ -13,11 +13,13 @@ from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
 from model_configs import small_shape
 from preset_files import deepspeed_pair
 
+from toolkit.engines.planned import Collective
+from toolkit.engines.zero import zero3_gathers
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, Tensor
-from toolkit.plan.communication import step_collectives, zero3_gathers
-from toolkit.plan.interconnect import Collective, Interconnect
+from toolkit.plan.communication import step_collectives
+from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
 from toolkit.plan.planned_job import PlannedJob, TrainingSetup
 from toolkit.plan.step_time import dimension_traffic, step_time

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from toolkit.engines.planned import Collective
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
-from toolkit.plan.communication import Collective
 from toolkit.plan.interconnect import Interconnect
 
 H100 = find_gpu("h100-sxm")

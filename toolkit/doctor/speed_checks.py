@@ -19,13 +19,14 @@ from statistics import median
 from typing import Any
 
 from toolkit.doctor.checks import ERROR, NOTE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
+from toolkit.engines.planned import Collective
 from toolkit.hardware.gpu_table import GIGA, common_gpu
 from toolkit.hardware.gpus import CPU_PROCESSES, count_gpus
 from toolkit.hardware.shared_gpu import WAY_VARIABLE, WAYS, default_way, nccl_version, rank_variables
 from toolkit.hardware.system_text import output_of
 from toolkit.launch.command import threads_per_rank
 from toolkit.launch.process import end_with_parent
-from toolkit.plan.interconnect import Collective, Interconnect
+from toolkit.plan.interconnect import Interconnect
 from toolkit.units import MIB, NOT_AVAILABLE
 from toolkit.versions import installed_version
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from toolkit.engines.engine import Engine, EngineSettings, Sharding
+from toolkit.engines.engine import Engine, EngineSettings, PlannedStep, Sharding
 from toolkit.engines.fsdp2 import ShardedAtLoad
-from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
+from toolkit.engines.planned import ACTIVATION_BYTES, Collective, EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import JobWeights
 from toolkit.units import MIB
 
 # DDP first broadcasts all parameters through flat copies of this size, two at a time (torch, `distributed.py`,
 # `broadcast_bucket_size`; `c10d/comm.cpp`, `broadcast_coalesced`).
 BROADCAST_BYTES, BROADCASTS = 250 * MIB, 2
+BUCKET_BYTES = 25 * MIB  # torch's default (`bucket_cap_mb`)
 
 
 class Ddp(Engine):
@@ -63,6 +66,12 @@ class Ddp(Engine):
             load_bytes=min(states.parameter_bytes, BROADCASTS * BROADCAST_BYTES),
         )
 
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield the fp32 gradients of fp32 weights, in the last accumulation step; in buckets of 25 MiB."""
+        payload = 4 * step.weights.num_trained
+        calls = math.ceil(payload / BUCKET_BYTES)
+        yield Collective("all_reduce", "gradients", payload, calls, group_size=step.world_size)
+
 
 class Pipeline(Engine):
     """Stages of a model, and replicas of the pipeline; the toolkit's own loop."""
@@ -73,6 +82,21 @@ class Pipeline(Engine):
     is_loaded_whole = False
     no_comm_hook = "gradients between pipelines are reduced without DDP's buckets"
     no_async_save = "its stages write their checkpoints themselves"
+
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield what a rank between two others sends, and the reductions of gradients after it."""
+        shape, settings, layout, job = step.shape, step.job.pipeline, step.layout, step.job
+        assert settings is not None, "a pipeline is planned with its number of stages"
+        assert layout is not None
+        stages, purpose = partial(Collective, group="pp"), "activations to the next stage, and their gradients back"
+        calls = 2 * step.accumulation_steps * settings.chunks
+        payload = ACTIVATION_BYTES * job.tokens_per_micro_batch * shape.hidden_size * calls
+        yield stages("permute", purpose, payload, calls, group_size=layout.pp)
+        if shape.tied_embeddings:
+            payload = 4 * shape.vocab_size * shape.hidden_size
+            yield stages("all_reduce", "gradient of a tied embedding", payload, group_size=2)
+        replicas = partial(Collective, group="replicas", group_size=layout.dp_replicate, stride=layout.pp)
+        yield replicas("all_reduce", "gradients between pipelines", 4 * step.largest_stage)
 
 
 class Single(Engine):

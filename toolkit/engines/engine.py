@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
+from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
-from toolkit.models.shape import Tensor
+from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
 Values = dict[str, Any]
@@ -224,6 +224,11 @@ class Engine:
         del states
         return 0
 
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield what a rank sends in one optimizer step to hold its model states; docs/concepts/communication.md."""
+        del step
+        yield from ()
+
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
         """Return True if only the first rank of a node has the weights on the host before they are on the GPU."""
         del settings, weights
@@ -304,6 +309,33 @@ class EngineSettings:
     def autocasts(self) -> bool:
         """True if fp32 weights are cast where they are used; those of DeepSpeed and FSDP2 are bf16 by then."""
         return self.traits.autocasts and self.element_bytes < self.trained_bytes
+
+
+class PlannedStep(Protocol):
+    """What of a job on a model decides the collectives of an optimizer step."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def engine(self) -> EngineSettings: ...
+    @property
+    def layout(self) -> ParallelLayout | None: ...
+    @property
+    def zero_block(self) -> Mapping[str, Any]: ...
+    @property
+    def job(self) -> PlannedBatch: ...
+    @property
+    def accumulation_steps(self) -> int: ...
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def part(self) -> ModelShape: ...
+    @property
+    def weights(self) -> JobWeights: ...
+    @property
+    def trained(self) -> tuple[Layer, ...]: ...
+    @property
+    def largest_stage(self) -> int: ...
 
 
 def state_bytes(

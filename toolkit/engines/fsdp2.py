@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from toolkit.engines.engine import PARTS, Engine, EngineSettings, Sharding, state_bytes
-from toolkit.engines.planned import EngineBuffers, ModelStates, PlannedBatch
+from toolkit.engines.engine import PARTS, Engine, EngineSettings, PlannedStep, Sharding, state_bytes
+from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, rows_share, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
-from toolkit.models.shape import Tensor
-from toolkit.parallel.layout import PARALLEL_KEY
+from toolkit.models.shape import Layer, Tensor
+from toolkit.parallel.layout import PARALLEL_KEY, ParallelLayout
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
 # (torch, `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding all parameters are there
@@ -178,6 +179,27 @@ class Fsdp2(FullyShard):
         del deepspeed_config, splits_sequences
         return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
 
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield gathers of units in every accumulation step, and reductions of gradients in each or in the last.
+
+        accelerate makes a unit of each layer, of an untied input embedding, and of the root: final norm, head, and a
+        tied embedding, which stay gathered between forward and backward.
+        """
+        steps, element_bytes, ranks = step.accumulation_steps, step.engine.element_bytes, step.engine.shard_ranks
+        replicas = step.world_size // ranks
+        inside = partial(Collective, group_size=ranks, group="replica" if replicas > 1 else "all")
+        embedding = () if step.shape.tied_embeddings else tuple(t for t in step.shape.outer if t.is_embedding)[:1]
+        regathered = () if step.engine.sharding == "shard_grad_op" else (*step.weights.units[:-1], embedding)
+        for phase, units in (("forward", step.weights.units), ("backward", regathered)):
+            payload = steps * element_bytes * _padded_rows(units, ranks)
+            yield inside("all_gather", f"parameters in the {phase}", payload, steps * len(units))
+        reductions = 1 if step.job.keeps_whole_gradients else steps
+        payload = reductions * element_bytes * _padded_rows(step.trained, ranks)
+        calls = reductions * len(step.weights.units)
+        yield inside("reduce_scatter", "gradients", payload, calls)
+        between = partial(Collective, group_size=replicas, group="replicas")
+        yield between("all_reduce", "gradients between replicas", payload // ranks, calls)
+
     def training_arguments(
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
@@ -214,6 +236,57 @@ class ShardedAtLoad(FullyShard):
         if {"dp_replicate", "dp_shard"} <= set(parallel):
             sharding = "hybrid_shard"
         return super().preset_fields(config, settings, parallel) | {"sharding": sharding, "sharded_at_load": True}
+
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield those of FSDP2 on what tensor and expert parallelism leave.
+
+        Experts, dealt to `ep` ranks, have groups of their own. Ranks of one group are as far apart as the dimensions
+        inside are large. Adapters are attached after the model was sharded, and are whole on each data-parallel rank.
+        """
+        layout = step.layout
+        if layout is None:
+            return
+        if step.weights.adapters:
+            group = "dp_shard" if layout.dp_replicate == 1 else "dp_replicate"
+            ranks = partial(Collective, group_size=layout.data_parallel_size, group=group, stride=layout.tp)
+            payload = 4 * step.weights.num_trained
+            yield ranks("all_reduce", "gradients of adapters", payload, sum(map(len, step.trained)))
+        yield from _at_load_group(step, layout, experts=False, ranks=layout.dp_shard, stride=layout.tp)
+        if layout.ep > 1:
+            yield from _at_load_group(step, layout, experts=True, ranks=layout.expert_shard, stride=layout.ep)
+
+
+def _at_load_group(
+    step: PlannedStep, layout: ParallelLayout, *, experts: bool, ranks: int, stride: int
+) -> Iterator[Collective]:
+    """Gathers in the compute dtype, and reductions in fp32, of the experts or of everything else."""
+
+    def held(units: Iterable[Layer]) -> list[Layer]:
+        apart = layout.ep > 1
+        parts = (tuple(tensor for tensor in unit if (apart and tensor.is_expert) == experts) for unit in units)
+        return [part for part in parts if part]
+
+    layers, outer, steps = step.part.layers, step.part.outer, step.accumulation_steps
+    sharers = partial(Collective, group_size=ranks, group="dp_shard", stride=stride)
+    name, gradients = ("experts", "gradients of experts") if experts else ("parameters", "gradients")
+    embedding = () if step.shape.tied_embeddings else outer[:1]
+    tied_head = outer[:1] if step.engine.unties_head and step.shape.tied_embeddings else ()
+    for phase, units in (("forward", held((*layers, outer, tied_head))), ("backward", held((*layers, embedding)))):
+        payload = steps * step.engine.element_bytes * _padded_rows(units, ranks)
+        yield sharers("all_gather", f"{name} in the {phase}", payload, steps * len(units))
+    reduced = [] if step.weights.adapters else held((*step.trained, tied_head))
+    reductions = 1 if step.job.keeps_whole_gradients else steps
+    payload = reductions * step.engine.reduce_bytes * _padded_rows(reduced, ranks)
+    calls = reductions * len(reduced)
+    yield sharers("reduce_scatter", gradients, payload, calls)
+    between = partial(Collective, group_size=layout.dp_replicate, group="replicas")
+    yield between("all_reduce", f"{gradients} between replicas", payload // ranks, calls)
+
+
+def _padded_rows(units: Iterable[Layer], ranks: int) -> int:
+    """Elements under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
+    tensors = (tensor for unit in units for tensor in unit if tensor.shape)
+    return sum(round_up(each.shape[0], ranks) * (each.num_elements // max(each.shape[0], 1)) for each in tensors)
 
 
 def uses_fsdp() -> bool:

@@ -1,15 +1,21 @@
-"""What an engine decides of a plan: the bytes that one rank holds, and what of a job decides them."""
+"""What an engine decides of a plan: the bytes that one rank holds and sends, and what of a job decides them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
+from toolkit.parallel.pipeline_schedule import PipelineSettings
+
 ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
+ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
+# Groups whose collectives computation waits for: the next operation reads their result.
+BLOCKING = ("tp", "sp", "ep")
+DIMENSION_OF_GROUP = {"all": "dp_shard", "replica": "dp_shard", "replicas": "dp_replicate"}
 
 
 class PlannedBatch(Protocol):
-    """What of a job decides the buffers."""
+    """What of a job decides buffers and collectives."""
 
     @property
     def gradient_accumulation_steps(self) -> int: ...
@@ -19,6 +25,12 @@ class PlannedBatch(Protocol):
     def has_bucket_views(self) -> bool: ...
     @property
     def keeps_whole_gradients(self) -> bool: ...
+    @property
+    def activation_checkpointing(self) -> bool: ...
+    @property
+    def tokens_per_micro_batch(self) -> int: ...
+    @property
+    def pipeline(self) -> PipelineSettings | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +66,52 @@ class EngineBuffers:
     end_bytes: int = 0  # after the backward of the layers, while an embedding's gradient is computed
     accumulated_bytes: int = 0  # FSDP2's unsharded gradients (`--accumulate whole`), up to the last accumulation step
     step_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
+
+    name: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `all_to_all`, or `permute`: each sends to the next."""
+    purpose: str
+    payload_bytes: int
+    """Complete tensors, padding included: the output of a gather, the input of a reduction; what a rank permutes."""
+    calls: int = 1
+    _: KW_ONLY
+    group_size: int
+    group: str = "all"
+    """`all` ranks, the ranks of one `replica`, one rank of each of the `replicas`, or a dimension of parallelism."""
+    stride: int = 1
+    """Distance between two neighbours of a group, in ranks; ranks of a node are numbered one after the other."""
+
+    @property
+    def dimension(self) -> str:
+        """The dimension of the mesh that communicates: `dp_replicate`, `dp_shard`, `cp`, `sp`, `tp` or `ep`."""
+        return DIMENSION_OF_GROUP.get(self.group, self.group)
+
+    @property
+    def blocks(self) -> bool:
+        """True if computation waits for it, so that nothing overlaps."""
+        return self.group in BLOCKING
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce; all it permutes."""
+        if self.name == "permute":
+            return self.payload_bytes
+        return self.payload_bytes * self.passes * (self.group_size - 1) // self.group_size
+
+    @property
+    def passes(self) -> int:
+        """Times that a ring goes round: an all-reduce reduces, then gathers."""
+        return 2 if self.name == "all_reduce" else 1
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the size, padded to a multiple.
+
+    >>> round_up(5, 4)
+    8
+    """
+    return -(-size // multiple) * multiple

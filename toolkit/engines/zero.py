@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from toolkit.engines.engine import Engine, EngineSettings, Sharding
-from toolkit.engines.planned import ADAM_BYTES, EngineBuffers, ModelStates, PlannedBatch
+from toolkit.engines.engine import Engine, EngineSettings, PlannedStep, Sharding
+from toolkit.engines.planned import ADAM_BYTES, Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of, total
 from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Tensor
@@ -234,6 +236,10 @@ class Zero(Engine):
         """Return Adam's states, which DeepSpeed too creates in the first step (`initialize_optimizer_states`)."""
         return ADAM_BYTES * optimizer_elements(states)
 
+    def collectives(self, step: PlannedStep) -> Iterator[Collective]:
+        """Yield reductions and gathers of flat partitions, or of tensors one by one."""
+        return (_zero3_collectives if step.engine.shards_parameters else _zero12_collectives)(step)
+
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
         """Return True where ZeRO-3 shards 4-bit weights: rank 0 quantizes all of them first (`four_bit.py`)."""
         return bool(settings.shards_parameters and weights.in_4bit)
@@ -338,3 +344,95 @@ def _zero3_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuffe
         step_bytes=0 if settings.offload_optimizer else (element + FP32_BYTES) * sub_group,
         load_bytes=max(weights.largest_bytes(element), 0 if settings.offload_optimizer else build),
     )
+
+
+def _zero12_collectives(step: PlannedStep) -> Iterator[Collective]:
+    """Gradients are all-reduced although each rank keeps a share; updated shares are gathered after the step.
+
+    `use_multi_rank_bucket_allreduce`, DeepSpeed's default, all-reduces the gradients of a bucket, where the paper's
+    reduce-scatter would send half. ZeRO-2 does so in every accumulation step, ZeRO-1 (and 0) in the last one.
+    """
+    zero = step.zero_block
+    sharding, element_bytes = step.engine.sharding, step.engine.element_bytes
+    steps = step.accumulation_steps if sharding == "shard_grad_op" else 1
+    to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
+    everyone, trained = partial(Collective, group_size=step.world_size), step.weights.num_trained
+    calls = steps * math.ceil(trained / max(step.engine.reduce_bucket, 1))
+    name = "reduce" if to_owner and sharding != "replicate" else "all_reduce"
+    yield everyone(name, "gradients", steps * element_bytes * trained, calls)
+    if sharding != "replicate":  # flat buffers of the Trainer's parameter groups, with and without weight decay
+        groups = step.weights.groups(lambda tensor: tensor.num_elements)
+        payload = element_bytes * sum(round_up(size, 2 * step.world_size) for size in groups)
+        yield everyone("all_gather", "updated parameters", payload, 1 if step.weights.adapters else 2)
+
+
+def _zero3_collectives(step: PlannedStep) -> Iterator[Collective]:
+    """Tensors are gathered where they are used and missing; gradients are reduced in every accumulation step.
+
+    With hpZ, only the first gather of a step crosses nodes. qgZ sends gradients in 4 bits per element to the ranks of
+    the node, then their sums to the same rank of the other nodes.
+    """
+    zero, ranks, engine, steps = step.zero_block, step.world_size, step.engine, step.accumulation_steps
+    element_bytes, node = engine.element_bytes, engine.secondary_partition
+    everyone = partial(Collective, group_size=ranks)
+    same_node = partial(Collective, group_size=node, group="replica")
+
+    counted = zero3_gathers(step, persistent=engine.persistence_threshold, reuse=engine.reuse_distance)
+    first, again = (sum(round_up(size, ranks) * times for size, times in part.items()) for part in counted)
+    tensors = steps * sum(part.total() for part in counted)
+    gathers = [("forward", steps * first, everyone), ("backward", steps * again, everyone)]
+    if node > 1:
+        later = (steps - 1) * first + steps * again
+        gathers = [("step's first use", first, everyone), ("later uses", later, same_node)]
+    gathered_bytes = 1 if zero.get("zero_quantized_weights") else element_bytes
+    for phase, elements, group in gathers:
+        # A gather fills a prefetch bucket, or takes one tensor if the preset prefetches nothing.
+        calls = min(-(-elements // max(engine.prefetch_bucket, 1)), tensors)
+        yield group("all_gather", f"parameters in the {phase}", gathered_bytes * elements, calls)
+
+    padded = sum(round_up(tensor.num_elements, ranks) for layer in step.trained for tensor in layer)
+    calls = steps * math.ceil(padded / max(engine.reduce_bucket, 1))
+    if zero.get("zero_quantized_gradients") and ranks > node:
+        payload = steps * padded // 2
+        between = partial(Collective, group_size=ranks // node, group="replicas")
+        yield same_node("all_to_all", "gradients", payload, calls)
+        yield between("all_to_all", "gradients between nodes", payload // node, calls)
+    else:
+        name = "reduce_scatter" if zero.get("reduce_scatter", True) else "all_reduce"
+        yield everyone(name, "gradients", steps * element_bytes * padded, calls)
+    sizes = [tensor.num_elements for unit in step.weights.units for tensor in unit]
+    small = element_bytes * sum(round_up(size, ranks) for size in sizes if size <= engine.persistence_threshold)
+    yield everyone("all_gather", "small parameters, after the step", small)
+
+
+def zero3_gathers(step: PlannedStep, *, persistent: int, reuse: int) -> tuple[Counter[int], Counter[int]]:
+    """Return how often tensors of each size are gathered in an accumulation step: for the first time, and again.
+
+    DeepSpeed 0.19.8 records the order in which modules are used, and releases a tensor after a use unless it is used
+    again within `reuse` elements (`stage3_max_reuse_distance`): a model of up to half that size is gathered once.
+    Tensors of up to `persistent` elements are never released.
+    """
+    first, again = Counter[int](), Counter[int]()
+    used_until: dict[int, int] = {}
+    elements = 0
+    for tensor, size in _zero3_uses(step):
+        if size > persistent and tensor not in used_until:
+            first[size] += 1
+        elif size > persistent and elements - used_until[tensor] >= reuse:
+            again[size] += 1
+        elements += size
+        used_until[tensor] = elements
+    return first, again
+
+
+def _zero3_uses(step: PlannedStep) -> list[tuple[int, int]]:
+    """(tensor, elements) in order of use: forward, then backward, each layer recomputed before its backward."""
+    numbers = iter(range(10**9))
+    embeddings = [(next(numbers), tensor.num_elements) for tensor in step.shape.outer if tensor.is_embedding]
+    layers = [[(next(numbers), tensor.num_elements) for tensor in layer] for layer in step.weights.units[:-1]]
+    rest = [(next(numbers), tensor.num_elements) for tensor in step.shape.outer if not tensor.is_embedding]
+    head = [*rest, *(embeddings[:1] if step.shape.tied_embeddings else [])]
+    uses = [*embeddings, *(use for layer in layers for use in layer), *head, *reversed(head)]
+    for layer in reversed(layers):
+        uses += [*layer, *reversed(layer)] if step.job.activation_checkpointing else [*reversed(layer)]
+    return uses + list(reversed(embeddings))

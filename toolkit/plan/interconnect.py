@@ -7,8 +7,9 @@ source.
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
+from toolkit.engines.planned import Collective
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, Gpu
 
@@ -16,10 +17,6 @@ Range = tuple[float, float]
 """(low, high)."""
 Estimate = tuple[float, float, float]
 """The two ends of a range, and a best estimate between them."""
-
-# Groups whose collectives computation waits for: the next operation reads their result.
-BLOCKING = ("tp", "sp", "ep")
-DIMENSION_OF_GROUP = {"all": "dp_shard", "replica": "dp_shard", "replicas": "dp_replicate"}
 
 # Bus bandwidth as a share of the rate: 107 of 450 GB/s with messages of 4 MiB on 8 H200; 235 of 300 on 8 A100 (where
 # NCCL's own table caps it, src/graph/tuning.cc), less what smaller messages lose; the full rate with large messages and
@@ -33,46 +30,6 @@ CALL_SECONDS: Range = (3.6e-6, 8.4e-6)
 # GPU; with PCIe cards: 10 to 100 Gbit/s.
 NETWORK_WITH_NVLINK: Range = (50 * GIGA, 400 * GIGA)
 NETWORK_WITH_PCIE: Range = (1.25 * GIGA, 12.5 * GIGA)
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
-
-    name: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `all_to_all`, or `permute`: each sends to the next."""
-    purpose: str
-    payload_bytes: int
-    """Complete tensors, padding included: the output of a gather, the input of a reduction; what a rank permutes."""
-    calls: int = 1
-    _: KW_ONLY
-    group_size: int
-    group: str = "all"
-    """`all` ranks, the ranks of one `replica`, one rank of each of the `replicas`, or a dimension of parallelism."""
-    stride: int = 1
-    """Distance between two neighbours of a group, in ranks; ranks of a node are numbered one after the other."""
-
-    @property
-    def dimension(self) -> str:
-        """The dimension of the mesh that communicates: `dp_replicate`, `dp_shard`, `cp`, `sp`, `tp` or `ep`."""
-        return DIMENSION_OF_GROUP.get(self.group, self.group)
-
-    @property
-    def blocks(self) -> bool:
-        """True if computation waits for it, so that nothing overlaps."""
-        return self.group in BLOCKING
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that each rank of a ring sends: (N-1)/N of the payload, twice for an all-reduce; all it permutes."""
-        if self.name == "permute":
-            return self.payload_bytes
-        return self.payload_bytes * self.passes * (self.group_size - 1) // self.group_size
-
-    @property
-    def passes(self) -> int:
-        """Times that a ring goes round: an all-reduce reduces, then gathers."""
-        return 2 if self.name == "all_reduce" else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

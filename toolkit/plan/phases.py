@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from toolkit.engines.engine import EngineSettings
-from toolkit.engines.planned import EngineBuffers, ModelStates
+from toolkit.engines.planned import ACTIVATION_BYTES, EngineBuffers, ModelStates
 from toolkit.models.job_weights import JobWeights
 from toolkit.models.shape import ModelShape
 from toolkit.plan.methods import reference_buffer_bytes, reference_bytes
 from toolkit.plan.micro_batch import MicroBatch
-from toolkit.plan.planned_job import ACTIVATION_BYTES, LOG_PROBABILITY_BYTES, PlannedJob, StageLoad
+from toolkit.plan.planned_job import LOG_PROBABILITY_BYTES, PlannedJob, StageLoad
 from toolkit.plan.programs import TOOLKIT
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")

@@ -35,6 +35,7 @@ from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
 from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
+from toolkit.presets.shard_bytes import zero_block
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 from toolkit.units import GIB
@@ -46,7 +47,6 @@ LARGEST_WORLD_SIZE = 2**20
 # torch gives each of its handles of cuBLAS a workspace from the allocator, and each thread has a handle: the one that
 # computes the forward, and autograd's. Jobs on an H200 needed 64 MiB more than planned without them.
 BLAS_HANDLES = 2
-ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
@@ -327,6 +327,18 @@ class TrainingSetup:
         if settings is not None and self.preset.engine == "pipeline":
             return stage_shape(self.shape, settings, settings.ranks - 1)
         return part_of_rank(self.shape, self.layout)
+
+    @property
+    def largest_stage(self) -> int:
+        """Parameters of the rank of a pipeline that holds most."""
+        settings = self.job.pipeline
+        assert settings is not None, "a pipeline is planned with its number of stages"
+        return max(stage_shape(self.shape, settings, rank).num_params for rank in range(settings.ranks))
+
+    @property
+    def zero_block(self) -> dict[str, Any]:
+        """The `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
+        return zero_block(self.preset)
 
     @cached_property
     def weights(self) -> JobWeights:

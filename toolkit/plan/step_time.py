@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from toolkit.engines.planned import Collective
 from toolkit.job.job import BATCH_ARGUMENTS
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
-from toolkit.plan.interconnect import Collective, Estimate, Interconnect, Range
+from toolkit.plan.interconnect import Estimate, Interconnect, Range
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.step_parts import (

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from toolkit.engines.engine import EngineSettings
+from toolkit.engines.planned import Collective
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu, chosen_gpu
 from toolkit.models.flops import flops_of
@@ -28,7 +29,7 @@ from toolkit.plan import candidates, planned_job
 from toolkit.plan.candidates import Candidate, NothingFits, RecommendRequest
 from toolkit.plan.communication import split_collectives
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.interconnect import Collective, Interconnect, Range
+from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy
 
+from toolkit.engines.planned import Collective
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, named_or_visible_gpu
 from toolkit.job.argument_values import check_word
 from toolkit.models.read_model import read_model
-from toolkit.plan.interconnect import CALL_SECONDS, Collective, Interconnect, Range
+from toolkit.plan.interconnect import CALL_SECONDS, Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import percentile, read_steps, timed_steps
 from toolkit.report.charts import Bar, BarChart, LineChart, curves
