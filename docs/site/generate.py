@@ -27,8 +27,7 @@ PAGE_OF = {
 # Sections of the navigation, each with the pages that come first; the others follow in alphabetical order.
 SECTIONS: dict[str, list[str]] = {
     "tutorials": [
-        "first-fine-tune-1-gpu",
-        "first-fine-tune-8-gpus",
+        "first-fine-tune",
         "compare-three-presets",
         "your-dpo-script",
         "from-other-tools",

@@ -18,7 +18,7 @@ from toolkit.record import status
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
-SLOW = ("from-other-tools", "first-fine-tune-8-gpus", "compare-three-presets", "your-dpo-script")
+SLOW = ("from-other-tools", "compare-three-presets", "your-dpo-script")
 # Modules that other benchmarks import or start.
 PARTS = {"record", "small_job", "forked_rehearsals"}
 
@@ -63,8 +63,8 @@ def script(page: Path) -> str:
     return "".join(parts)
 
 
-def test_the_tutorials_of_one_gpu_of_eight_of_a_comparison_and_of_a_script_are_run() -> None:
-    names = {"first-fine-tune-1-gpu", "first-fine-tune-8-gpus", "compare-three-presets", "your-dpo-script"}
+def test_the_tutorials_of_a_first_run_of_a_comparison_and_of_a_script_are_run() -> None:
+    names = {"first-fine-tune", "compare-three-presets", "your-dpo-script"}
     assert names <= {page.stem for page in TUTORIALS}
 
 

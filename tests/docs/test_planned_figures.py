@@ -200,8 +200,8 @@ def traffic() -> str:
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
-    "one gpu": ("tutorials/first-fine-tune-1-gpu.md", one_gpu),
-    "eight gpus": ("tutorials/first-fine-tune-8-gpus.md", eight_gpus),
+    "one gpu": ("tutorials/first-fine-tune.md", one_gpu),
+    "eight gpus": ("tutorials/first-fine-tune.md", eight_gpus),
     "two cards": ("how-to/training.md", two_cards),
     "recommendations": ("how-to/choose-a-preset.md", recommendations),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),
