@@ -35,7 +35,7 @@ SECTIONS: dict[str, list[str]] = {
     "how-to": [],  # in HOW_TO_GROUPS
     "concepts": [
         *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "communication"),
-        *("pipeline-schedules", "compare", "security"),
+        *("compare", "security"),
     ],
     "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers", "gpu"],
@@ -44,8 +44,8 @@ SECTIONS: dict[str, list[str]] = {
 }
 # The how-tos, by what the reader is about to do.
 HOW_TO_GROUPS = {
-    "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate", "simulate-stragglers"],
-    "Train": ["your-own-script", "data", "training", "several-ranks-on-one-gpu", "optimizers", "checkpoints"],
+    "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate"],
+    "Train": ["your-own-script", "data", "training", "optimizers", "checkpoints"],
     "Compare": ["tune", "report"],
     "Several nodes": ["multi-node", "offline-clusters"],
     "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
