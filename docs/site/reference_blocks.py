@@ -119,14 +119,15 @@ def definitions(meanings: Mapping[str, str]) -> str:
 
 
 def preset_table() -> str:
-    """Return one row per preset: what it does and when to choose it."""
+    """Return one row per preset, linked to its file: what it does and when to choose it."""
     head = ["preset", "when to choose it", "engine, sharding", "processes"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
-    return [f"`{preset.name}`", preset.summary, f"`{preset.engine}`, `{preset.sharding}`", processes]
+    name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
+    return [name, preset.summary, f"`{preset.engine}`, `{preset.sharding}`", processes]
 
 
 def characteristics_table() -> str:
@@ -218,16 +219,6 @@ def doctor_table() -> str:
 def _check_name(name: str, source: str) -> str:
     address = re.search(r"https://[^\s,;]+", source)
     return f"[`{name}`]({address[0]})" if address else f"`{name}`"
-
-
-def preset_files() -> str:
-    """Return links to the files of every preset, as they ship."""
-    return "\n".join(f"- {folder}: {_file_links(folder)}" for folder in ("accelerate_configs", "ds_configs"))
-
-
-def _file_links(folder: str) -> str:
-    paths = {path: None for preset in list_presets() for path in preset.texts() if path.startswith(folder)}
-    return ", ".join(f"[`{Path(path).name}`](../../{path})" for path in paths)
 
 
 def recorded_table(name: str) -> str:
@@ -402,14 +393,13 @@ def _records(name: str, command: Any) -> list[Record]:
 
 
 def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequence[Record]) -> str:
-    """Return a command's help, its own options, and a line with those that it shares."""
-    context = command.make_context(name, [], resilient_parsing=True)
+    """Return a command's help, its arguments and own options, and a line with the options that it shares."""
     lines = [f"## {name}\n\n{command.help}\n"]
-    lines.append(f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n")
     records = [record for record in _records(name, command) if record not in of_group]
     if unshared := [record for record in records if record not in shared]:
         lines.append(_option_list(unshared) + "\n")
-    if common := [f"`{first.split(' <')[0]}`" for first, text in records if (first, text) in shared]:
+    every = "--json"  # the page says so once
+    if common := [f"`{first.split(' <')[0]}`" for first, text in records if (first, text) in shared and first != every]:
         lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {', '.join(common)}.\n")
     return "\n".join(lines)
 
@@ -529,7 +519,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "aliases": alias_table,
     "hints": hint_table,
     "commands": commands,
-    "preset_files": preset_files,
     "python_names": python_names,
     "run_measured": measured_table,
     **{f"recorded_{name}": functools.partial(recorded_table, name) for name in RECORDED},
