@@ -29,7 +29,7 @@ from toolkit.compare.comparison_report import ONLY_IN_LEDGER
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
 from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, RunRecord, Timeline, TimelineRank
 from toolkit.doctor.examination import all_checks
-from toolkit.job.argument_aliases import ALIASES, HINTS, Alias
+from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
 from toolkit.lint.findings import LintRule
@@ -169,21 +169,25 @@ def _by_presets(texts_of: Callable[[Preset], Sequence[str]]) -> str:
 
 
 def optimizer_table() -> str:
-    """Return one row per kind of optimizer: its names and class, what it keeps, and the presets that it works under."""
-    names: dict[tuple[str, ...], list[str]] = {}
+    """Return the optimizers below the presets that they work under: names, class, states, bytes per parameter."""
+    names: dict[tuple[str, str], list[str]] = {}
     for optim in OPTIMIZERS:
-        names.setdefault(_optimizer_cells(optim), []).append(f"`{optim}`")
-    rows = [[", ".join(each), *cells] for cells, each in names.items()]
-    return markdown_table(["`--optim`", "class", "states", "bytes", "presets"], rows)
+        names.setdefault(_optimizer_texts(optim), []).append(f"`{optim}`")
+    by_presets: dict[str, list[str]] = {}
+    for (presets, text), each in names.items():
+        by_presets.setdefault(presets, []).append(f"{', '.join(each)} {text}")
+    return "\n".join(
+        f"- {presets}:\n" + "\n".join(f"    - {text}" for text in texts) for presets, texts in by_presets.items()
+    )
 
 
-def _optimizer_cells(optim: str) -> tuple[str, ...]:
+def _optimizer_texts(optim: str) -> tuple[str, str]:
     spec, matrix = OPTIMIZERS[optim], UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
     refused = [p.name for p in list_presets() if unsupported(p, Job(optim=optim)) is not None]
-    presets = "all" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
+    presets = "every preset" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
     share = spec.state_bytes([matrix]) / matrix.num_elements
     states = spec.summary + (", paged" if spec.paged else "")
-    return f"`{spec.class_name}`", states, f"{share:.3g}", presets
+    return presets, f"(`{spec.class_name}`): {states}. {share:.3g} bytes"
 
 
 def lint_index() -> str:
@@ -328,11 +332,6 @@ def _alias_rows(word: str, alias: Alias) -> Iterator[str]:
         return
     for theirs, ours in alias.values.items():
         yield f"`--{word} {theirs}`: `--{alias.name} {ours}`"
-
-
-def hint_table() -> str:
-    """Return the arguments of other tools that mean something else here, with what to type instead."""
-    return definitions({f"--{word}": hint for word, hint in HINTS.items()})
 
 
 SHARED = "Options of several commands"
@@ -517,7 +516,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "refusals": refusals_table,
     "arguments": argument_table,
     "aliases": alias_table,
-    "hints": hint_table,
     "commands": commands,
     "python_names": python_names,
     "run_measured": measured_table,
