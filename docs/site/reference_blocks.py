@@ -144,13 +144,6 @@ def _characteristics_row(preset: Preset) -> list[str]:
     return [*cells, (traits.other_name or "–") + fsdp1]
 
 
-def needs_table() -> str:
-    """Return what presets need beside processes and degrees, and which of them do."""
-    return _by_presets(
-        lambda preset: [text for text in characteristics(preset).needs[1:] if ", the number of" not in text]
-    )
-
-
 def refusals_table() -> str:
     """Return what presets do not work with, and why, and which of them do not."""
     return _by_presets(lambda preset: characteristics(preset).not_with)
@@ -512,7 +505,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "lint_index": lint_index,
     "doctor_checks": doctor_table,
     "characteristics": characteristics_table,
-    "needs": needs_table,
     "refusals": refusals_table,
     "arguments": argument_table,
     "aliases": alias_table,

@@ -101,22 +101,11 @@ ONE_GPU_METHODS: Steps = {
     "LoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16",
     "QLoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit",
 }
-EIGHT_GPUS = STATES.replace("batch-size 1", "batch-size 2")
 
 
 def one_gpu() -> str:
     command = f"toolkit plan {MODEL} {ONE_GPU_METHODS['QLoRA of rank 16']} --gpu rtx-4090"
     return f"{steps_table(ONE_GPU_METHODS)}\n\nPlanned, for example with `{command}`."
-
-
-def eight_gpus() -> str:
-    head = ["preset", "verdict", "planned peak, GiB", "left, GiB", "largest per-GPU batch", "host memory, GiB"]
-    rows = []
-    for plan in plans(EIGHT_GPUS):
-        sizes = [gib(plan[f"{name}_bytes"]) for name in ("planned_peak", "headroom", "host")]
-        sizes.insert(2, str(plan["largest_micro_batch"] or "none"))
-        rows.append([f"`{plan['preset']}`", NAMES[plan["verdict"]], *sizes])
-    return f"{table(head, rows, right=4)}\n\nPlanned with `toolkit plan {MODEL} {EIGHT_GPUS}`."
 
 
 # -- docs/how-to/training.md
@@ -201,7 +190,6 @@ def traffic() -> str:
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune.md", one_gpu),
-    "eight gpus": ("tutorials/first-fine-tune.md", eight_gpus),
     "two cards": ("how-to/training.md", two_cards),
     "recommendations": ("how-to/choose-a-preset.md", recommendations),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),
