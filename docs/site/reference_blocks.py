@@ -391,7 +391,7 @@ def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequen
     if unshared := [record for record in records if record not in shared]:
         lines.append(_option_list(unshared) + "\n")
     every = "--json"  # the page says so once
-    if common := [f"`{first.split(' <')[0]}`" for first, text in records if (first, text) in shared and first != every]:
+    if common := [f"`{_metavar(first).split(' <')[0]}`" for first, text in records if (first, text) in shared and first != every]:
         lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {', '.join(common)}.\n")
     return "\n".join(lines)
 
@@ -412,7 +412,8 @@ def _option_list(records: Sequence[Record]) -> str:
 
 
 def _metavar(option: str) -> str:
-    """Return an option with its type in one word: `--column <list[str]>` becomes `--column <str>`."""
+    """Return an option in one word, and its type: `--cpu / --no-cpu` becomes `--[no-]cpu`."""
+    option = re.sub(r"--([\w-]+) / --no-\1", r"--[no-]\1", option)
     return re.sub(r"list\[(\w+)\]", r"\1", option).replace(" range>", ">").replace("<Path>", "<path>")
 
 
