@@ -86,6 +86,7 @@ PRINTED = {
         " --per-device-train-batch-size 2 --max-seq-length 1024",
         2,
     ),
+    "plan_of_8_bits": (f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --optim adamw_bnb_8bit", 2),
     "simulated_pipelines": (
         "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
         " --transfer-ms 0.6",
@@ -168,7 +169,7 @@ def optimizer_table() -> str:
         names.setdefault(_optimizer_texts(optim), []).append(f"`{optim}`")
     by_presets: dict[str, list[str]] = {}
     for (presets, text), each in names.items():
-        by_presets.setdefault(presets, []).append(f"{', '.join(each)} {text}")
+        by_presets.setdefault(presets, []).append(f"{', '.join(each)}: {text}")
     return "\n".join(
         f"- {presets}:\n" + "\n".join(f"    - {text}" for text in texts) for presets, texts in by_presets.items()
     )
@@ -180,7 +181,7 @@ def _optimizer_texts(optim: str) -> tuple[str, str]:
     presets = "every preset" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
     share = spec.state_bytes([matrix]) / matrix.num_elements
     states = spec.summary + (", paged" if spec.paged else "")
-    return presets, f"(`{spec.class_name}`): {states}. {share:.3g} bytes"
+    return presets, f"{share:.3g} bytes, `{spec.class_name}`, {states}"
 
 
 def lint_index() -> str:
