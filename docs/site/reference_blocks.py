@@ -60,7 +60,6 @@ RECORDED = {"overhead": "overhead", "traced_grid": "plan_errors"}
 RECORDED |= dict.fromkeys(("observed_pages_kept", "first_step"), "overhead")
 # Record of `benchmarks/peers.py` -> the figure that evidence/peers.md shows of it.
 PEERS = dict.fromkeys(("peers_in_turns", "peers_two_ranks_in_turns"), "tokens_per_cpu_second")
-PEERS["peers_one_process"] = "peak_pss_bytes"
 
 UNFOLDED_ROWS = 10
 
