@@ -418,7 +418,7 @@ def _metavar(option: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("<", "&lt;")
+    return text.replace("|", "/").replace("<", "&lt;").replace(" (see `toolkit presets`)", "")
 
 
 # How a row combines its repeats, as the tables of `results.json` say it; docs/reference/results.md explains the words.
