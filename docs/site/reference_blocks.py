@@ -390,9 +390,10 @@ def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequen
     records = [record for record in _records(name, command) if record not in of_group]
     if unshared := [record for record in records if record not in shared]:
         lines.append(_option_list(unshared) + "\n")
-    every = "--json"  # the page says so once
-    if common := [f"`{_metavar(first).split(' <')[0]}`" for first, text in records if (first, text) in shared and first != every]:
-        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {', '.join(common)}.\n")
+    common = [record for record in records if record in shared and record[0] != "--json"]  # the page names it once
+    if common:
+        names = ", ".join(f"`{_metavar(option).split(' <')[0]}`" for option, _ in common)
+        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {names}.\n")
     return "\n".join(lines)
 
 
