@@ -18,7 +18,7 @@ from toolkit.record import status
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
-SLOW = ("from-other-tools", "compare-three-presets", "your-dpo-script")
+SLOW = ("first-fine-tune", "from-other-tools", "compare-three-presets", "your-dpo-script")
 # Modules that other benchmarks import or start.
 PARTS = {"record", "small_job", "forked_rehearsals"}
 
