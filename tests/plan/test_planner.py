@@ -287,9 +287,9 @@ def test_invalid_input_is_refused_in_two_lines(words: list[str], message: str, c
 @pytest.mark.parametrize("command", ["plan", "recommend"])
 def test_an_unknown_model_and_an_unknown_gpu_are_both_reported(command: str, monkeypatch: Any, capsys: Capsys) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    code, out, err = run_command([command, "Qwen/Qwen3-8b", "--num-processes", "8", "--gpu", "h100-smx"], capsys)
+    code, out, err = run_command([command, "Qwen/Qwen3-8v", "--num-processes", "8", "--gpu", "h100-smx"], capsys)
     assert (code, out) == (2, "")
-    assert "'Qwen/Qwen3-8b' is not a folder here" in err
+    assert "'Qwen/Qwen3-8v' is not a folder here" in err
     assert "unknown GPU 'h100-smx'" in err
     assert "did you mean `Qwen/Qwen3-8B`? " in err
     assert "did you mean `h100-sxm`? " in err

@@ -45,6 +45,8 @@ REFUSED = "refused: "
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
+# Words of a name that say how a model was tuned or stored, and nothing of its shape.
+TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
@@ -248,6 +250,21 @@ def hub_id(model: str) -> str:
     return model if user_path(model).exists() else next(named, model)
 
 
+def same_shape(name: str) -> str | None:
+    """Return the known model of which another tuning is named; None for any other name.
+
+    >>> same_shape("Qwen/Qwen2.5-7B-Instruct"), same_shape("Qwen3-4B-Thinking-2507"), same_shape("Qwen/Qwen2-VL-7B")
+    ('Qwen/Qwen2.5-7B', 'Qwen/Qwen3-4B', None)
+    """
+    owner, _, short = name.lower().rpartition("/")
+    twin = {_untuned(known.partition("/")[2]): known for known in reversed([*known_models()])}.get(_untuned(short))
+    return twin if owner in ((twin or "").partition("/")[0].lower(), "", "unsloth", "nousresearch", "thudm") else None
+
+
+def _untuned(short: str) -> str:
+    return "-".join(word for word in short.lower().split("-") if word not in TUNING)
+
+
 def config_path(model: str, *, known: bool = True) -> Path:
     """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache.
 
@@ -265,6 +282,9 @@ def config_path(model: str, *, known: bool = True) -> Path:
     name = hub_id(model)
     if known and name in known_models():
         return known_models()[name]
+    if known and (twin := same_shape(name)):
+        print(f"{model}: planned with the configuration of {twin}", file=sys.stderr)
+        return known_models()[twin]
     try:
         return download_config(name)
     except ToolkitError as error:

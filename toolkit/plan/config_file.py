@@ -70,6 +70,7 @@ ADAPTERS = {
     "v1": ("peft_config", "r"),
 }
 PLANNED_ADAPTERS = ("lora", "qlora", "full", "None")
+ON_IMAGES = "on images"  # how a dialect's `refused` names settings of models with images, which are planned
 
 
 class ConfiguredPlan(NamedTuple):
@@ -162,7 +163,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         left["base_model" if program == "axolotl" else "model_name_or_path"] = model
     left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
     refused = load_dialect(program).refused
-    for what in (what for key, what in refused.items() if left.get(key)):
+    for what in (what for key, what in refused.items() if left.get(key) and ON_IMAGES not in what):
         if "method" not in given:
             raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
     left = {key: value for key, value in left.items() if key not in refused}
@@ -286,7 +287,9 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
-        if option is not None and not is_off:
+        if option == "load_in_4bit" and program == "llama-factory" and not values.get("quantization_bit"):
+            yield f"{each.key} (without quantization_bit nothing is quantized)", None, ""  # model_utils/quantization.py
+        elif option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
         elif _is_among(each.key, _tables()[1]) and not is_off and each.has_effect and "CutCross" not in str(each.value):
             yield each.key, None, ""
@@ -367,6 +370,9 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
         found["sharded_4bit"] = True
     if job.load_in_4bit and source.program == "axolotl":
         found["experts_in_4bit"] = is_true(source.values.get("quantize_moe_experts") or False)
+    if source.program == "llama-factory" and source.values.keys() & load_dialect(source.program).refused:
+        # its default (hparams/finetuning_args.py)
+        found["freeze_vision_tower"] = is_true(source.values.get("freeze_vision_tower", True))
     is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
     # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).
     without_masters = is_known and source.method == SFT and {"ddp", "single"} & set(presets)
