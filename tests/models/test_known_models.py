@@ -229,3 +229,26 @@ def test_a_known_model_needs_no_owner() -> None:
 def test_a_run_is_planned_by_a_count_that_is_there() -> None:
     """`toolkit train` waits for no count, and said "not planned" of a model that `recommend` plans."""
     assert read_model("Qwen/Qwen3.5-0.8B", count=False).num_params == read_model("Qwen/Qwen3.5-0.8B").num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("unsloth/gemma-3-4b-it", "google/gemma-3-4b-it"),
+        ("google/gemma-4-E4B", "google/gemma-4-E4B-it"),
+        ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
+        ("qwen/qwen3-vl-8b-thinking", "Qwen/Qwen3-VL-8B-Instruct"),
+    ],
+)
+def test_another_tuning_of_a_known_model_needs_no_hub(name: str, known: str) -> None:
+    assert config_path(name) == known_models()[known]
+
+
+@pytest.mark.parametrize("name", ["somebody/Qwen3-8B", "Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-8B-GGUF", "Qwen2-VL-7B"])
+def test_a_model_of_another_shape_or_owner_is_not_planned_as_a_known_one(name: str) -> None:
+    assert reading.same_shape(name) is None

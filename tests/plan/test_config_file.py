@@ -363,3 +363,29 @@ def test_a_file_without_a_model_or_of_something_else_is_refused(
 ) -> None:
     with pytest.raises(ToolkitError, match=message):
         planned(tmp_path, name, text)
+
+
+IMAGES = f"{LLAMA_FACTORY.replace('lora_rank: 8', 'lora_rank: 4')}image_max_pixels: 262144\n"
+
+
+def test_a_llama_factory_file_with_images_is_planned_with_a_frozen_encoder(tmp_path: Path) -> None:
+    assert planned(tmp_path, "a.yaml", IMAGES).freeze_vision_tower
+    assert not planned(tmp_path, "b.yaml", f"{IMAGES}freeze_vision_tower: false\n").freeze_vision_tower
+    assert not planned(tmp_path, "c.yaml", LLAMA_FACTORY).freeze_vision_tower
+
+
+def test_llama_factory_quantizes_nothing_without_quantization_bit(tmp_path: Path) -> None:
+    text = f"{LLAMA_FACTORY}quantization_method: bnb\nquantization_type: nf4\n"
+    assert not planned(tmp_path, "l.yaml", text).load_in_4bit
+    assert planned(tmp_path, "m.yaml", f"{text}quantization_bit: 4\n").load_in_4bit
+    described = configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=()).described
+    assert "quantization_method (without quantization_bit nothing is quantized)" in described
+
+
+def test_a_file_is_planned_with_the_numerics_of_its_program(tmp_path: Path) -> None:
+    files = {"axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY, "trl": TRL}
+    for program, text in files.items():
+        name = "t.sh" if program == "trl" else f"{program}.yaml"
+        assert planned(tmp_path, name, text).program == program
+        assert planned(tmp_path, name, text, "program", program="toolkit").program == "toolkit"
+    assert planned(tmp_path, "ours.yaml", OURS).program is None

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from command_line import run_command
 from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from toolkit.models.job_weights import QuantizedBase, job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import linear
 from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
@@ -44,8 +50,6 @@ def test_without_fp32_masters_weights_gradients_and_states_take_2_bytes_each() -
 
 
 def test_torch_holds_what_is_planned_of_bf16_weights() -> None:
-    import torch
-
     layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
@@ -227,7 +231,9 @@ def test_other_programs_hold_whole_4_bit_weights_beside_the_shards_until_all_are
     loading = [plan.phases[0].allocated_bytes for plan in (axolotl, ours)]
     assert loading[0] > 2.5 * axolotl.states.parameter_bytes
     assert loading[1] < 2 * ours.states.parameter_bytes
-    assert planned("fsdp2", 2, **job, fsdp1=True).phases[0].allocated_bytes == loading[1]
+    weights = job_weights(llama_8b(), 8, True)
+    fsdp1 = planned("fsdp2", 2, **job, fsdp1=True).phases[0].allocated_bytes  # whole once, and no shards beside it
+    assert fsdp1 == pytest.approx(weights.held_bytes(2), rel=0.01)
 
 
 def test_transformers_leaves_fused_experts_in_bf16_which_the_toolkit_quantizes() -> None:
@@ -238,3 +244,63 @@ def test_transformers_leaves_fused_experts_in_bf16_which_the_toolkit_quantizes()
     assert difference / experts == pytest.approx(2 - 0.5 - 1 / 64, rel=0.01)
     program = PlanOptions(program="trl", lora_r=8, load_in_4bit=True, preset=("single",), num_processes=(1,))
     assert not PlannedJob.from_options(program, full_length=True).numerics.experts_in_4bit
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that exist, and the most of them since `peak` was set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(tensor.untyped_storage()) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for storage in [each.untyped_storage() for each in tree_leaves(result) if isinstance(each, Tensor)]:
+            if id(storage) not in given:
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def free(self, freed: int) -> None:
+        self.live -= freed
+
+
+def test_trainers_that_make_logits_hold_what_is_planned_per_logit() -> None:
+    """LLaMA-Factory's `concatenated_forward` and `get_batch_logps`, of one pair on a CPU."""
+    hidden = torch.zeros(2, 65, 8, dtype=torch.bfloat16, requires_grad=True)
+    head, labels = torch.nn.Linear(8, 4096, bias=False, dtype=torch.bfloat16), torch.zeros(2, 64, 1, dtype=torch.long)
+    number = 2 * 65 * 4096
+    with LiveBytes() as bytes_of:
+        logits = head(hidden).to(torch.float32)
+        log_probabilities = logits[:, :-1, :].log_softmax(-1).gather(2, labels)
+        kept = bytes_of.live / number
+        del logits  # was kept for metrics until the loss was there
+        bytes_of.peak = 0
+        log_probabilities.sum().backward()
+    planned_bytes = LOSSES["log_softmax"](LossSizes(tokens=2 * 65, vocab_size=4096, hidden_size=8))
+    assert (kept, bytes_of.peak / number) == pytest.approx([each / number for each in planned_bytes], rel=0.03)
+
+
+def test_preference_jobs_of_llama_factory_and_ms_swift_have_logits_and_trls_have_none() -> None:
+    job: dict[str, Any] = {"method": "dpo", "max_seq_length": 4096, "activation_checkpointing": True}
+    logits = {name: planned("zero3", 8, program=name, **job).peak.logits_bytes for name in PROGRAMS}
+    number = 2 * 4096 * 128256
+    # while the reference scores, beside those of the policy
+    assert logits["llama-factory"] == 16 * number
+    assert logits["ms-swift"] == 4 * number
+    assert max(logits["trl"], logits["toolkit"]) < number
+
+
+def test_the_margin_of_another_program_is_the_same_under_deepspeed() -> None:
+    """ms-swift's full fine-tune of a 7B under ZeRO-3 is published with 14 % more than planned."""
+    other = planned("zero3", 8, program="ms-swift")
+    assert other.possible_peak_bytes == pytest.approx(1.15 * other.planned_peak_bytes)
+
+
+def test_expandable_segments_save_nothing_in_the_step_under_deepspeed() -> None:
+    plans = [planned("zero3", 8, expandable_segments=expandable) for expandable in (False, True)]
+    reserved = [plan.overhead_bytes - plan.driver_bytes for plan in plans]
+    assert reserved[1] > 0.05 * plans[1].phases[-1].allocated_bytes
+    assert reserved[0] > reserved[1]

@@ -250,6 +250,11 @@ def hub_id(model: str) -> str:
     return model if user_path(model).exists() else next(named, model)
 
 
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def same_shape(name: str) -> str | None:
     """Return the known model of which another tuning is named; None for any other name.
 
@@ -283,7 +288,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if known and name in known_models():
         return known_models()[name]
     if known and (twin := same_shape(name)):
-        print(f"{model}: planned with the configuration of {twin}", file=sys.stderr)
+        _say_once(f"{model}: planned with the configuration of {twin}")
         return known_models()[twin]
     try:
         return download_config(name)

@@ -128,7 +128,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
         found |= {"preset": (conversion.preset,) if has_preset else (), "gradient_as_bucket_view": False}
         found["num_processes"] = () if conversion.num_processes is None else (conversion.num_processes,)
-        found |= numerics
+        found |= {"program": program, **numerics}
         named = conversion.notes.get(PRESET)
         if named is None and PRESET not in conversion.converted.values():
             named = "the file names no DeepSpeed or FSDP"

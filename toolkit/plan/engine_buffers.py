@@ -30,8 +30,8 @@ ROUNDING_BYTES = 64 * MIB
 # sources (docs/evidence/plan-accuracy.md). FSDP1 reserves more, because of `recordStream`, which FSDP2 does not use.
 UNUSABLE_OF_ACTIVATIONS, UNUSABLE_OF_LOGITS = 0.12, 0.45
 # The same with `expandable_segments`, whose blocks grow in pages of 2 MiB: a block that is too small is no loss. What
-# stays was not measured; a part of the rounding of each tensor, so the same for both. Under DeepSpeed it saves nothing in
-# the step: of one full fine-tune under ZeRO-3, ms-swift reports 42 GiB without and 44 with it.
+# stays was not measured; a part of the rounding of each tensor, so the same for both. It saves nothing in DeepSpeed's
+# step: of one full fine-tune under ZeRO-3, ms-swift reports 42 GiB without and 44 with it.
 UNUSABLE_IF_EXPANDABLE = 0.03
 # The largest logits of those jobs. Two public jobs with 34 and 47 GiB of logits fitted GPUs on which the share of 45 %
 # alone would have taken 15 and 21 GiB.

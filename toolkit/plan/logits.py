@@ -131,6 +131,9 @@ LOSSES: Mapping[str, Callable[[LossSizes], tuple[int, int]]] = {
     # Beside them, the likelihood of the chosen half of the rows saves a copy of it and its log-probabilities, which
     # have gradients too.
     "orpo": lambda sizes: (2 * sizes.output_bytes * sizes.logits, 3 * sizes.output_bytes * sizes.logits),
+    # fp32 logits of all rows, kept for metrics, and their log-probabilities; in the backward these and two gradients
+    # (LLaMA-Factory, `train/dpo/trainer.py`: `concatenated_forward`; `train/trainer_utils.py`: `get_batch_logps`).
+    "log_softmax": lambda sizes: (8 * sizes.logits, 12 * sizes.logits),
     "scores": lambda _: (0, 0),  # a number per row
 }
 

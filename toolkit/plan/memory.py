@@ -166,12 +166,12 @@ def _margin(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margi
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_FSDP1[what], reason=f"FSDP1, {what}")
     if offload and job.numerics.program != TOOLKIT:
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OFFLOAD, reason="offload to the host")
-    if engine.traits.has_flat_states and full:
-        reason = "a full fine-tune under DeepSpeed"
-        return Margin(of_rest=UNCERTAINTY_DEEPSPEED, of_all=OF_ALL_DEEPSPEED_FULL, reason=reason)
     if job.numerics.program != TOOLKIT:
         reason = f"{job.numerics.program}, whose jobs were not measured here"
         return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OTHER_PROGRAM, reason=reason)
+    if engine.traits.has_flat_states and full:
+        reason = "a full fine-tune under DeepSpeed"
+        return Margin(of_rest=UNCERTAINTY_DEEPSPEED, of_all=OF_ALL_DEEPSPEED_FULL, reason=reason)
     return Margin(of_rest=UNCERTAINTY_DEEPSPEED) if engine.traits.has_flat_states else DEFAULT_MARGIN
 
 

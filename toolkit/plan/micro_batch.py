@@ -85,7 +85,7 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     # Attention exchanges before its layer's MLP has saved anything, and in the backward after that is gone.
     of_attention, of_mlp = (tokens * each for each in activations.exchanged_bytes_per_token)
     of_attention -= tokens * activations.mlp_bytes_per_token
-    loss = job.method.spec.loss
+    loss = job.method_loss
     if job.method.method == SFT:
         splits_head = engine.layout is not None and engine.layout.splits_head
         loss = loss_that_computes(job.loss, shape.model_type, splits_head=splits_head, has_liger=job.use_liger_kernel)

@@ -95,7 +95,7 @@ class Rank:
     def prefetched(self) -> int:
         """A layer that FSDP2 holds beside the root while TRL's losses run."""
         gathers = self.engine.traits.gathers_layers and self.engine.sharding != "shard_grad_op"
-        is_held = gathers and self.job.method.spec.loss == "log_probs"
+        is_held = gathers and self.job.method_loss == "log_probs"
         return self.engine.element_bytes * self.weights.largest_layer(self.engine.ranks_sharing) if is_held else 0
 
     @cached_property
@@ -123,11 +123,12 @@ def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
 def load(rank: Rank) -> Iterator[PhaseMemory]:
     """Parameters, complete or sharded, and what the engine needs to put them in place."""
     whole = 0
-    if rank.job.load_in_4bit and rank.job.numerics.program != TOOLKIT and not rank.job.numerics.fsdp1:
+    if rank.job.load_in_4bit and rank.job.numerics.program != TOOLKIT and rank.engine.traits.uses_fsdp_plugin:
         # accelerate 1.15 keeps the loaded weights until all are sharded, on the GPU if they are bitsandbytes' 4 bits
-        # (`fsdp2_prepare_model`: `original_sd`, line 872); the toolkit sends each rank its shards
-        whole = rank.weights.held_bytes(rank.engine.element_bytes) if rank.engine.traits.uses_fsdp_plugin else 0
-        whole -= rank.weights.constant_bytes if whole else 0  # nobody copies these
+        # (`fsdp2_prepare_model`: `original_sd`, line 872); the toolkit sends each rank its shards. FSDP1 frees those of
+        # a layer as it shards them.
+        whole = rank.weights.held_bytes(rank.engine.element_bytes) - rank.weights.constant_bytes  # nobody copies these
+        whole -= rank.parameters - rank.weights.constant_bytes if rank.job.numerics.fsdp1 else 0
     yield PhaseMemory(phase="load", parameter_bytes=rank.parameters, buffer_bytes=max(rank.buffers.load_bytes, whole))
 
 
@@ -169,10 +170,11 @@ def score(rank: Rank) -> Iterator[PhaseMemory]:
     method, batch, shape, logits = rank.job.method, rank.batch, rank.shape, rank.batch.logits[0]
     if not method.scores_reference or method.precompute_ref_log_probs:
         return
-    kept, in_layer = 0, rank.reference_buffers
+    kept, of_policy, in_layer = 0, 0, rank.reference_buffers
     if not method.generates:  # beside the policy's graph, and the rows of its hidden states that are scored
         scored = method.scored_tokens(rank.job.rows, rank.job.tokens_per_row)
         kept = batch.saved + batch.outer + batch.residual_bytes * scored * shape.hidden_size
+        of_policy = 0 if rank.job.method_loss == "log_probs" else logits
         in_layer += batch.copies.saved + rank.buffers.loss_bytes
     at_head = in_layer
     if rank.engine.traits.gathers_layers and rank.weights.adapters:
@@ -181,8 +183,8 @@ def score(rank: Rank) -> Iterator[PhaseMemory]:
         if not shape.tied_embeddings:  # gathered apart from its unit, through a second copy
             whole = rank.engine.element_bytes * rank.head
             at_head += whole + max(0, whole - logits)
-    yield _moment(rank, "score", rank.waiting_gradients, kept + batch.one_forward, buffers=in_layer)
-    yield _moment(rank, "score", rank.waiting_gradients, kept, logits=logits, buffers=at_head)
+    yield _moment(rank, "score", rank.waiting_gradients, kept + batch.one_forward, logits=of_policy, buffers=in_layer)
+    yield _moment(rank, "score", rank.waiting_gradients, kept, logits=of_policy + logits, buffers=at_head)
 
 
 def forward(rank: Rank) -> Iterator[PhaseMemory]:
@@ -268,7 +270,7 @@ def _moment(
     in_flight = batch.tower
     if stage is not None:
         lasting += ACTIVATION_BYTES * job.tokens_per_forward * rank.shape.hidden_size * stage.buffered_activations
-        at_head = 0 if method.spec.loss == "log_probs" else stage.logits_in_flight
+        at_head = 0 if job.method_loss == "log_probs" else stage.logits_in_flight
         in_flight += max(0, int(batch.saved * (stage.micro_batches_in_flight - 1)))
         in_flight += LOG_PROBABILITY_BYTES * job.tokens_per_forward * rank.shape.vocab_size * at_head
     if phase != "step":

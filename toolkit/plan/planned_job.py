@@ -152,6 +152,11 @@ class PlannedJob(Job):
         return self.method.spec.rows * self.per_device_train_batch_size
 
     @property
+    def method_loss(self) -> str:
+        """What the method's trainer computes the loss from, as `logits` names it."""
+        return PROGRAMS[self.numerics.program].method_loss.get(self.method.method, self.method.spec.loss)
+
+    @property
     def tokens_per_forward(self) -> int:
         """Tokens of a forward, all rows at full length."""
         return self.rows * self.tokens_per_row

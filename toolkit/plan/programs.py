@@ -69,6 +69,8 @@ class Program:
     quantized_numerics: Mapping[str, Any] = field(default_factory=dict)
     """Of adapters beside quantized weights alone."""
     kbit_methods: tuple[str, ...] = ()
+    method_loss: Mapping[str, str] = field(default_factory=dict)
+    """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""
     notes: tuple[str, ...] = ()
 
 
@@ -95,16 +97,23 @@ PROGRAMS: Mapping[str, Program] = {
         notes=("its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned",),
     ),
     "llama-factory": Program(
-        source="LLaMA-Factory 0.9.5: hparams/model_args.py:291, model/adapter.py:349 (trained weights in fp32)",
+        source="LLaMA-Factory 0.9.5: hparams/model_args.py:291, model/adapter.py:349 (trained weights in fp32), "
+        "train/dpo/trainer.py and train/kto/trainer.py (`concatenated_forward`, `forward`: fp32 logits of all tokens)",
         numerics={"peft_input_cast": True},
-        notes=("GaLore, APOLLO and BAdam are not planned: their states are a fraction of AdamW's 8 bytes",),
+        method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
+        notes=(
+            "GaLore, APOLLO and BAdam are not planned: their states are a fraction of AdamW's 8 bytes",
+            "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
+        ),
     ),
     "ms-swift": Program(
         source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135 (the checkpoint's dtype), "
-        "pipelines/train/tuner.py:402 (adapters alone are converted, from fp16)",
+        "pipelines/train/tuner.py:402 (adapters alone are converted, from fp16), rlhf_trainers/dpo_trainer.py:119 and "
+        "rlhf_mixin.py:158 (logits of all tokens)",
         numerics={"peft_input_cast": True},
         full_numerics=_BF16,
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
+        method_loss=dict.fromkeys(("dpo", "kto"), "simpo"),
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
