@@ -40,6 +40,7 @@ from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model, Repeats, column_of
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.reading import RankReading
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
 from toolkit.units import GIB, counted
@@ -464,6 +465,17 @@ def measured_table() -> str:
     return definitions({key: " ".join((Figures.model_fields[key].description or "").split()) for key in fields})
 
 
+def rank_reading_table() -> str:
+    """Return the keys of one rank in `attestation.json`; those without a meaning share the next one's."""
+    meanings, together = dict[str, str](), list[str]()
+    for key, field in RankReading.model_fields.items():
+        together.append(key)
+        if field.description:
+            meanings["`, `".join(together)] = " ".join(field.description.split())
+            together = []
+    return definitions(meanings)
+
+
 def goodput_table() -> str:
     """Return the keys of `goodput` in `run.json`."""
     fields: dict[str, Any] = {**Goodput.model_fields, **Goodput.model_computed_fields}
@@ -501,6 +513,7 @@ BUILT: dict[str, Callable[[], str]] = {
     "fits_measured": fits_measured,
     "ranks_measured": ranks_measured,
     "goodput": goodput_table,
+    "rank_reading": rank_reading_table,
     "presets": preset_table,
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,

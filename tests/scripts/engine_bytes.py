@@ -26,13 +26,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.training_args import OptimizerNames
 
-from toolkit.engines import zero_live
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import local_bytes
 from toolkit.models.optimizers import MUON
 from toolkit.observe.rank_process import prepare_environment
 from toolkit.plan.engine_settings import engine_settings
 from toolkit.presets import Preset, load_preset
+from toolkit.record.reading import RankReading
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.model.loading import cast_weights
 
@@ -185,13 +185,13 @@ def step_deepspeed(engine: Any, sharding: str) -> dict[str, int]:
     original = getattr(engine.optimizer, watched)
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        seen.setdefault("gradients", local_bytes(zero_live.gradients(engine)))
+        seen.setdefault("gradients", local_bytes(live_engine(engine).gradients()))
         return original(*args, **kwargs)
 
     setattr(engine.optimizer, watched, look)
     backward(engine.module, engine)
     engine.step()
-    return of(zero_live.read(engine, list(engine.module.parameters())), seen["gradients"])
+    return of(live_engine(engine).read(None, list(engine.module.parameters())), seen["gradients"])
 
 
 def gathered(engine: Any) -> dict[str, int]:
@@ -215,8 +215,8 @@ def gathered(engine: Any) -> dict[str, int]:
     return {"end_of_forward": at_end, "highest": max(counts)}
 
 
-def of(facts: dict[str, Any], gradients: int) -> dict[str, int]:
-    return {"parameter": facts["parameter_bytes"], "gradient": gradients, "optimizer": facts["optimizer_bytes"]}
+def of(reading: RankReading, gradients: int) -> dict[str, Any]:
+    return {"parameter": reading.parameter_bytes, "gradient": gradients, "optimizer": reading.optimizer_bytes}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from toolkit.compare.rows import MODEL_STATES, RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
+from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
@@ -25,6 +25,7 @@ from toolkit.record.columns import PositiveCount
 from toolkit.record.folder import RunFolder, lock_file
 from toolkit.record.kernel_table import kernels_summary
 from toolkit.record.measurements import measure, read_steps
+from toolkit.record.reading import RankReading
 
 LOCK_FILE = "comparison.lock"
 LEDGER_FILE = "ledger.jsonl"
@@ -35,10 +36,9 @@ SPECIFIED = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size"),
     *("learning_rate", "seed", "max_steps"),
 )
-COMPUTED = ("layout", "ranks", "expected_masters")
-ATTESTED = tuple(key for key in TrainedProblem.model_fields if key not in (*SPECIFIED, *COMPUTED))
-OF_FULLEST_RANK = (*MODEL_STATES, "accumulated_gradient_bytes")
-OF_FIRST_RANK = ("num_params", "num_trainable_params", "compute_dtype", "accumulate")
+# What ranks read of both: bytes are those of the fullest rank, everything else is the first one's.
+READ_OF_RUN = RankReading.model_fields.keys() & RunRecord.model_fields.keys() - {"layout", "kernels"}
+READ_OF_PROBLEM = RankReading.model_fields.keys() & TrainedProblem.model_fields.keys() - {"layout", *SPECIFIED}
 
 
 class _Record(RunRecord):
@@ -168,7 +168,7 @@ def read_run_record(
     failure = run_files.read_run_file(folder.failure_json, run_files.RecordedFailure)
     attestation = run_files.read_run_file(folder.attestation_json, run_files.RecordedAttestation)
     measured = measure(read_steps(folder), untimed_steps=untimed_steps)
-    speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (run_files.AttestedRank(),)
+    speed, goodput, ranks = measured.tokens_per_second, run.goodput, attestation.ranks or (RankReading(),)
     failed_at = {"kind": run.status, "phase": failure.phase, "step": failure.step, "rank": failure.rank}
     peak_bytes = measured.peak_allocated_bytes or measured.peak_host_bytes
     failed_at["measured_bytes"] = largest((failure.peak_bytes, peak_bytes))
@@ -179,8 +179,12 @@ def read_run_record(
         return RunRecord.model_validate(
             {
                 **dict(measured),
-                **{part: largest(getattr(rank, part) for rank in ranks) for part in OF_FULLEST_RANK},
-                **{fact: getattr(ranks[0], fact) for fact in OF_FIRST_RANK},
+                **{
+                    name: largest(getattr(rank, name) for rank in ranks)
+                    if name.endswith("_bytes")
+                    else getattr(ranks[0], name)
+                    for name in READ_OF_RUN
+                },
                 **({} if goodput is None else goodput.model_dump()),
                 "goodput_fraction": None if goodput is None else goodput.fraction,
                 "trial": trial.id,
@@ -238,7 +242,7 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
 def trained_problem(run: run_files.RecordedRun, attestation: run_files.RecordedAttestation) -> TrainedProblem:
     """Return what was trained, from what the ranks attest and from the arguments that the script understood."""
     ranks, spec = attestation.ranks or (), run.spec or {}
-    facts: dict[str, Any] = {fact: _shared([getattr(rank, fact, None) for rank in ranks]) for fact in ATTESTED}
+    facts: dict[str, Any] = {name: _shared([getattr(rank, name) for rank in ranks]) for name in READ_OF_PROBLEM}
     facts |= {fact: spec.get(fact) for fact in SPECIFIED}
     masters = attestation.expected.master_dtype if attestation.expected else None
     degrees = [rank.layout and {name: rank.layout.get(name, 1) for name in DIMENSIONS} for rank in ranks]

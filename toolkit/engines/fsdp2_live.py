@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from toolkit.engines.engine import Values
 from toolkit.engines.tensors import dtype_name, without_adapters
 from toolkit.engines.torch_live import TorchLive
+from toolkit.record.reading import RankReading
 
 SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
 """Mesh dimensions that divide layers or experts."""
@@ -37,14 +37,28 @@ class Fsdp2Live(TorchLive):
         """True unless the sharded model is inside peft's."""
         return isinstance(self.wrapped, FSDPModule)
 
-    def read(self, trainer: Any, parameters: list[Any]) -> Values:
+    def read(self, trainer: Any, parameters: list[Any]) -> RankReading:
         """Return what is in effect after the first step."""
-        return super().read(trainer, parameters) | read(self.wrapped, parameters)
+        groups = parameter_groups(self.wrapped)
+        dtype = next(p.dtype for p in parameters if p.requires_grad)
+        offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
+        shards = [[size for placement, size in _data_parallel(p) if is_shard(placement)] for p in parameters]
+        return super().read(trainer, parameters) | RankReading(
+            engine="fsdp2",
+            sharding=_sharding(groups, parameters),
+            fsdp2_groups=len(groups),
+            dp_shard_size=next((math.prod(sizes) for sizes in shards if sizes), None),
+            compute_dtype="+".join(sorted({dtype_name(g.mp_policy.param_dtype or dtype) for g in groups})),
+            offload_optimizer=offload,
+            offload_param=offload,
+        )
 
     def reduce_dtype(self, held: list[Any]) -> str | None:
-        """Return the dtypes of the reduce-scatter."""
+        """Return the dtypes of the reduce-scatter, from the mixed-precision policies of the parameter groups."""
         del held
-        return reduce_dtype(self.wrapped)
+        policies = [group.mp_policy for group in parameter_groups(self.wrapped)]
+        dtype = next(self.wrapped.parameters()).dtype
+        return "+".join(sorted({dtype_name(each.reduce_dtype or each.param_dtype or dtype) for each in policies}))
 
     def accumulated(self) -> tuple[list[Any], list[Any]]:
         """Return sharded gradients, and those that wait whole for their reduction."""
@@ -52,29 +66,6 @@ class Fsdp2Live(TorchLive):
         shards = [gradient for gradient in held if not is_replicated_over_data_parallelism(gradient)]
         whole = [gradient for gradient in held if is_replicated_over_data_parallelism(gradient)]
         return shards, [*whole, *unsharded_gradients(self.wrapped)]
-
-
-def read(model: Any, parameters: list[Any]) -> Values:
-    """Read what differs from a model that nothing shards, after the first step."""
-    groups = parameter_groups(model)
-    dtype = next(p.dtype for p in parameters if p.requires_grad)
-    offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
-    shards = [[size for placement, size in _data_parallel(p) if is_shard(placement)] for p in parameters]
-    return {
-        "engine": "fsdp2",
-        "sharding": _sharding(groups, parameters),
-        "fsdp2_groups": len(groups),
-        "dp_shard_size": next((math.prod(sizes) for sizes in shards if sizes), None),
-        "compute_dtype": "+".join(sorted({dtype_name(g.mp_policy.param_dtype or dtype) for g in groups})),
-        "offload_optimizer": offload,
-        "offload_param": offload,
-    }
-
-
-def reduce_dtype(model: Any) -> str:
-    """Return the dtypes of the reduce-scatter, from the mixed-precision policies of the parameter groups."""
-    policies, dtype = [group.mp_policy for group in parameter_groups(model)], next(model.parameters()).dtype
-    return "+".join(sorted({dtype_name(each.reduce_dtype or each.param_dtype or dtype) for each in policies}))
 
 
 def unsharded_gradients(model: Any) -> Iterator[torch.Tensor]:

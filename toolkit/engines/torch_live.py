@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.engines import tensors
-from toolkit.engines.engine import Values
+from toolkit.record.reading import RankReading
 
 _WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataParallel: "data_parallel"}
 
@@ -37,23 +37,23 @@ class TorchLive:
         """Return the optimizer whose step updates the weights."""
         return trainer.optimizer
 
-    def read(self, trainer: Any, parameters: list[Any]) -> Values:
+    def read(self, trainer: Any, parameters: list[Any]) -> RankReading:
         """Return what is in effect after the first step: the parameter is its own fp32 master weight."""
         states = tensors.optimizer_state_tensors(trainer.optimizer)
         trained = [p for p in parameters if p.requires_grad]
         precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
-        return {
-            "engine": next((engine for kind, engine in _WRAPPERS.items() if isinstance(self.wrapped, kind)), "none"),
-            "sharding": "replicate",
-            "parameter_bytes": tensors.local_bytes(parameters),
-            "optimizer_bytes": tensors.local_bytes(states),
-            "compute_dtype": precision or tensors.dtype_names(trained),
-            "master_dtype": tensors.dtype_names(trained),
-            "optimizer_dtype": tensors.dtype_names(states),
-            "offload_optimizer": None,
-            "offload_param": None,
-            "gradient_clipping": trainer.args.max_grad_norm,
-        }
+        return RankReading(
+            engine=next((engine for kind, engine in _WRAPPERS.items() if isinstance(self.wrapped, kind)), "none"),
+            sharding="replicate",
+            parameter_bytes=tensors.local_bytes(parameters),
+            optimizer_bytes=tensors.local_bytes(states),
+            compute_dtype=precision or tensors.dtype_names(trained),
+            master_dtype=tensors.dtype_names(trained),
+            optimizer_dtype=tensors.dtype_names(states),
+            offload_optimizer=None,
+            offload_param=None,
+            gradient_clipping=trainer.args.max_grad_norm,
+        )
 
     def gradients(self) -> list[Any]:
         """Return the gradients that this rank holds before the optimizer step."""

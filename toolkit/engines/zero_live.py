@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.engine import Values
 from toolkit.engines.tensors import device_types, dtype_name, dtype_names, local_bytes, optimizer_state_tensors
 from toolkit.engines.torch_live import TorchLive
+from toolkit.record.reading import RankReading
 
 MIN_SWAPPED_BYTES = 2**20  # MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py
 
@@ -49,14 +49,56 @@ class ZeroLive(TorchLive):
         del trainer
         return self.wrapped.optimizer
 
-    def read(self, trainer: Any, parameters: list[Any]) -> Values:
-        """Return what is in effect after the first step."""
+    def read(self, trainer: Any, parameters: list[Any]) -> RankReading:
+        """Return what is in effect after the first step, under any ZeRO stage."""
         del trainer
-        return read(self.wrapped, parameters)
+        zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
+        sharding = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
+        masters, states = self.flat_masters(), optimizer_state_tensors(zero.optimizer)
+        held, parameter_disk_bytes, offload_param = parameters, 0, None
+        offloads = zero.offload_optimizer if stage == 3 else zero.cpu_offload
+        offload_optimizer = "cpu" if offloads and device_types([*masters, *states]) == {"cpu"} else None
+        if stage == 3:
+            held, parameter_disk_bytes = zero3_parameters(parameters), swapped_parameter_bytes(parameters)
+            if zero.zero_hpz_partition_size > 1:  # ZeRO++: a second partition within each node
+                sharding = "hybrid_shard"
+            if getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
+                offload_optimizer = "nvme"
+            if getattr(zero, "offload_param", False):
+                swaps = getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters)
+                offload_param = "nvme" if swaps else "cpu" if "cpu" in device_types(held) else None
+        optimizer_disk_bytes = swapped_optimizer_bytes(zero)
+        reading = RankReading(
+            engine="deepspeed",
+            sharding=sharding,
+            parameter_disk_bytes=parameter_disk_bytes,
+            optimizer_disk_bytes=optimizer_disk_bytes,
+            parameter_bytes=local_bytes(held) + parameter_disk_bytes,
+            optimizer_bytes=local_bytes([*masters, *states]) + optimizer_disk_bytes,
+            compute_dtype=dtype_names(p for p in parameters if p.requires_grad),
+            master_dtype=dtype_names(_in_memory(masters, zero)),
+            optimizer_dtype=dtype_names(_in_memory(states, zero)),
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            gradient_clipping=self.wrapped.gradient_clipping(),
+        )
+        if not hasattr(zero.optimizer, "adam_w_mode"):
+            return reading
+        return reading | RankReading(adam_w_mode=zero.optimizer.adam_w_mode)
 
     def gradients(self) -> list[Any]:
-        """Return the gradients that this rank holds, without reduction buckets."""
-        return gradients(self.wrapped)
+        """Return the gradients that this rank holds: complete under ZeRO-1, its partition under ZeRO-2 and 3.
+
+        Reduction buckets are not counted.
+        """
+        zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
+        if stage < 2:
+            return [p.grad for p in self.wrapped.module.parameters() if p.grad is not None]
+        offloaded = [p.grad for p in self.flat_masters() if p.grad is not None]
+        if stage == 3:
+            flat = zero.grad_partitions_flat_buffer
+            return offloaded if flat is None else [flat]
+        return offloaded or [g for group in zero.averaged_gradients.values() for g in (group or [])]
 
     def reduce_dtype(self, held: list[Any]) -> str | None:
         """Return the engine's own."""
@@ -64,16 +106,40 @@ class ZeroLive(TorchLive):
         return dtype_name(self.wrapped.communication_data_type)
 
     def accumulated(self) -> tuple[list[Any], list[Any]]:
-        """Return ZeRO-2's and ZeRO-3's partitions, and what parameters hold beside them."""
-        return accumulated_gradients(self.wrapped), super().gradients()
+        """Return ZeRO-2's and ZeRO-3's partitions, and what parameters hold beside them.
+
+        ZeRO-2 keeps every tensor that its partition has a part of (deepspeed 0.19.8, `get_all_grad_tensors`), and
+        offloaded only that part, in host memory.
+        """
+        zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
+        shards = self.gradients() if stage == 3 else []
+        if stage == 2 and zero.cpu_offload:
+            shards = list(zero.accumulated_grads_in_cpu.values())
+        elif stage == 2:
+            shards = [gradient for group in zero.all_grad_tensors.values() for gradient in group or []]
+        return shards, super().gradients()
 
     def call_at_gradient_peak(self, callback: Callable[[], None]) -> None:
-        """Call it when the engine reduces or steps."""
-        call_at_gradient_peak(self.wrapped, callback)
+        """Call it when the engine reduces or steps.
 
-    def flat_masters(self) -> list[torch.Tensor] | None:
-        """Return the fp32 partitions."""
-        return master_weights(self.wrapped)
+        ZeRO-1 holds complete gradients through backward and drops the other ranks' part when it reduces them; later
+        stages hold their partition until the optimizer step frees it.
+        """
+        target = self.wrapped.optimizer
+        method = "reduce_gradients" if self.wrapped.zero_optimization_stage() < 2 else "step"
+        original = getattr(target, method)
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            delattr(target, method)  # uncovers the class's own method
+            callback()
+            return original(*args, **kwargs)
+
+        setattr(target, method, first)
+
+    def flat_masters(self) -> list[torch.Tensor]:
+        """Return the flat fp32 partitions that a rank's optimizer updates."""
+        zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
+        return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
 
     def clip_synthetic_gradient(self, norm: float) -> float | None:
         """Return the norm after clipping; None under ZeRO-3, which clips only gradients that are freed in the step."""
@@ -117,47 +183,6 @@ def expect_no_other_ranks() -> None:
 
     utils.assert_lst_len_same_as_other_ranks = lambda _: None
     utils.get_lst_from_rank0 = lambda own: own
-
-
-def read(engine: Any, parameters: list[Any]) -> Values:
-    """Read an engine of any ZeRO stage after its first optimizer step."""
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    sharding = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
-    masters, states = master_weights(engine), optimizer_state_tensors(zero.optimizer)
-    held, parameter_disk_bytes, offload_param = parameters, 0, None
-    offloads = zero.offload_optimizer if stage == 3 else zero.cpu_offload
-    offload_optimizer = "cpu" if offloads and device_types([*masters, *states]) == {"cpu"} else None
-    if stage == 3:
-        held, parameter_disk_bytes = zero3_parameters(parameters), swapped_parameter_bytes(parameters)
-        if zero.zero_hpz_partition_size > 1:  # ZeRO++: a second partition within each node
-            sharding = "hybrid_shard"
-        if getattr(zero, "swap_optimizer", False) and swaps_every_large_group(zero):
-            offload_optimizer = "nvme"
-        if getattr(zero, "offload_param", False):
-            swaps = getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters)
-            offload_param = "nvme" if swaps else "cpu" if "cpu" in device_types(held) else None
-    optimizer_disk_bytes = swapped_optimizer_bytes(zero)
-    return {
-        "engine": "deepspeed",
-        "sharding": sharding,
-        "parameter_disk_bytes": parameter_disk_bytes,
-        "optimizer_disk_bytes": optimizer_disk_bytes,
-        "parameter_bytes": local_bytes(held) + parameter_disk_bytes,
-        "optimizer_bytes": local_bytes([*masters, *states]) + optimizer_disk_bytes,
-        "compute_dtype": dtype_names(p for p in parameters if p.requires_grad),
-        "master_dtype": dtype_names(_in_memory(masters, zero)),
-        "optimizer_dtype": dtype_names(_in_memory(states, zero)),
-        "offload_optimizer": offload_optimizer,
-        "offload_param": offload_param,
-        "gradient_clipping": engine.gradient_clipping(),
-        **({"adam_w_mode": zero.optimizer.adam_w_mode} if hasattr(zero.optimizer, "adam_w_mode") else {}),
-    }
-
-
-def master_weights(engine: Any) -> list[torch.Tensor]:
-    """Return the flat fp32 partitions that a rank's optimizer updates."""
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
 
 
 def zero3_parameters(parameters: list[Any]) -> list[torch.Tensor]:
@@ -229,53 +254,3 @@ def _in_memory(tensors: list[torch.Tensor], zero: Any) -> list[torch.Tensor]:
     swapper = getattr(zero, "optimizer_swapper", None)
     buffers = [] if swapper is None else list(swapper.swap_buffer_manager.all_buffers)
     return [*(tensor for tensor in tensors if tensor.numel()), *buffers] if buffers else tensors
-
-
-# -- gradients
-
-
-def gradients(engine: Any) -> list[Any]:
-    """Return the gradients that this rank holds: complete under ZeRO-1, its partition under ZeRO-2 and 3.
-
-    Reduction buckets are not counted.
-    """
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        flat = zero.grad_partitions_flat_buffer
-        return [flat] if flat is not None else [p.grad for p in zero.fp32_partitioned_groups_flat if p.grad is not None]
-    if stage < 2:
-        return [p.grad for p in engine.module.parameters() if p.grad is not None]
-    offloaded = [p.grad for p in zero.single_partition_of_fp32_groups if p.grad is not None]
-    return offloaded or [g for group in zero.averaged_gradients.values() for g in (group or [])]
-
-
-def accumulated_gradients(engine: Any) -> list[Any]:
-    """Return the shards that ZeRO-2 and ZeRO-3 keep of the gradients between accumulation steps.
-
-    ZeRO-2 keeps every tensor that its partition has a part of (deepspeed 0.19.8, `get_all_grad_tensors`), and offloaded
-    only that part, in host memory.
-    """
-    zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage < 2 or stage == 3:
-        return gradients(engine) if stage == 3 else []
-    if zero.cpu_offload:
-        return list(zero.accumulated_grads_in_cpu.values())
-    return [gradient for group in zero.all_grad_tensors.values() for gradient in group or []]
-
-
-def call_at_gradient_peak(engine: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the first step's gradients take the most memory.
-
-    ZeRO-1 holds complete gradients through backward and drops the other ranks' part when it reduces them; later
-    stages hold their partition until the optimizer step frees it.
-    """
-    target = engine.optimizer
-    method = "reduce_gradients" if engine.zero_optimization_stage() < 2 else "step"
-    original = getattr(target, method)
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        delattr(target, method)  # uncovers the class's own method
-        callback()
-        return original(*args, **kwargs)
-
-    setattr(target, method, first)

@@ -175,15 +175,15 @@ class CheckpointSaver:
         return {
             "step": trainer.state.global_step,
             "preset": None if preset is None else preset.name,
-            **{name: reading[name] for name in read},
+            **{name: getattr(reading, name) for name in read},
             "pipeline_chunks": None,
-            "data_parallel_size": reading["world_size"],
+            "data_parallel_size": reading.world_size,
             "sharded_at_load": trainer.is_distributed_loading_by_transformers,
             "adapter": hasattr(plain, "peft_config"),
             "model_name_or_path": getattr(getattr(plain, "config", None), "_name_or_path", None),
             "per_device_train_batch_size": training.per_device_train_batch_size,
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
-            "global_batch_size": batch * reading["world_size"],
+            "global_batch_size": batch * training.world_size,
             "optim": str(getattr(training.optim, "value", training.optim)),
             "seed": training.seed,
             "streaming_buffer_size": 0,
@@ -199,7 +199,7 @@ class CheckpointSaver:
         the update of a step can ruin the weights while its loss, computed before it, is still finite.
         """
         reading, trainer = self.attestation.reading, self.trainer
-        if reading is None or reading["offload_param"] == "nvme":
+        if reading is None or reading.offload_param == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
         # The head of a pipeline is in its last stage, and all ranks have the logits.
@@ -224,8 +224,13 @@ class CheckpointSaver:
                 f" logits for fixed tokens {bad} are NaN or infinite",
                 hint="lower `--learning_rate`",
             )
-        how = {name: reading[name] for name in ("compute_dtype", "load_in_4bit")}
-        return {"input_ids": input_ids, "logits": logits, **how, "four_bit_matmul": four_bit_matmul}
+        return {
+            "input_ids": input_ids,
+            "logits": logits,
+            "compute_dtype": reading.compute_dtype,
+            "load_in_4bit": reading.load_in_4bit,
+            "four_bit_matmul": four_bit_matmul,
+        }
 
 
 class BackgroundSaver:

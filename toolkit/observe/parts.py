@@ -14,6 +14,7 @@ from toolkit.engines.engine import Values
 from toolkit.observe.batches import CountBatch
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
+from toolkit.record.reading import RankReading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +49,9 @@ class ObserverParts:
     """Extension points of the observer; `trainer` is the observed Trainer, `plain` its model without wrappers."""
 
     expected: ExpectedRun = ExpectedRun()
-    read: Sequence[Callable[[Any, Any], Values]] = ()
+    read: Sequence[Callable[[Any, Any], RankReading]] = ()
     """Readers after the first step, called with `trainer` and `plain`."""
-    read_before_training: Callable[[Any], Values] = lambda _: {}
+    read_before_training: Callable[[Any], RankReading] = lambda _: RankReading()
     """A reader that needs forwards of its own, called with `trainer`; it may raise AttestationFailed."""
     reduce_dtype: Callable[[Any], str | None] = lambda _: None
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""

@@ -26,7 +26,8 @@ from toolkit.plan.step_time import MeasuredStep, step_time
 from toolkit.presets.preset import load_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import Figures, read_steps
-from toolkit.record.run_files import AttestedRank, RecordedAttestation, RecordedRun, read_run, read_run_file
+from toolkit.record.reading import RankReading
+from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run, read_run_file
 from toolkit.record.status import COMPLETED
 from toolkit.units import NOT_AVAILABLE, gib, number, seconds
 
@@ -43,7 +44,7 @@ class MeasuredRun:
 
     folder: Path
     run: RecordedRun
-    rank: AttestedRank
+    rank: RankReading
     figures: Figures
     gpu: str  # its name in the table of GPUs, or the driver's
 
@@ -54,7 +55,7 @@ class MeasuredRun:
         if not folder.run_json.is_file():
             raise ToolkitError(f"--measured {path} is no run folder: it has no run.json", hint=SHORT_RUN)
         run = read_run(folder)
-        ranks = read_run_file(folder.attestation_json, RecordedAttestation).ranks or (AttestedRank(),)
+        ranks = read_run_file(folder.attestation_json, RecordedAttestation).ranks or (RankReading(),)
         names = sorted({str(gpu.get("name")) for gpu in (run.hardware or {}).get("gpus") or ()})
         why = None
         if run.status != COMPLETED:

@@ -1,10 +1,10 @@
 """The table of fast paths of a run: what was asked for, what ran, what the difference costs, and what repairs it.
 
->>> rows = readings([row("attention", "flash_attention_2", "eager", "differs", repair="pip install flash-attn")])
->>> print(*table_lines(rows["kernels"]), sep="\\n")
+>>> rows = [row("attention", "flash_attention_2", "eager", "differs", repair="pip install flash-attn")]
+>>> print(*table_lines(rows), sep="\\n")
 kernels      asked              ran
   attention  flash_attention_2  eager  not as asked; repair: pip install flash-attn
->>> kernels_summary(rows["kernels"])
+>>> kernels_summary(rows)
 'attention eager for flash_attention_2'
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from toolkit.record.reading import RankReading
 
 KernelRow = dict[str, Any]
 """`name`, `asked` (None where nothing names one), `ran`, `verdict`, `detail`, `costs`, and `repair`: what to type."""
@@ -30,10 +32,11 @@ def row(
     return dict(name=name, asked=asked, ran=ran, verdict=verdict, detail=detail, costs=costs, repair=repair)
 
 
-def readings(rows: Iterable[KernelRow]) -> dict[str, Any]:
-    """Return what `attestation.json` has of a rank: the rows as `kernels`, and what ran by the names of some."""
+def reading_of(rows: Iterable[KernelRow]) -> RankReading:
+    """Return what a rank reads: the rows as `kernels`, and what ran by the names of some."""
     kernels = list(rows)
-    return {"kernels": kernels, **{each["name"]: each["ran"] for each in kernels if each["name"] in REQUIRABLE_ROWS}}
+    ran = {each["name"]: each["ran"] for each in kernels if each["name"] in REQUIRABLE_ROWS}
+    return RankReading(kernels=kernels, **ran)
 
 
 def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:
@@ -47,9 +50,9 @@ def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:
     return ["  ".join(map(str.ljust, cell, (*widths, 0))).rstrip() for cell in cells]
 
 
-def merged_rows(ranks: Rows) -> list[dict[str, Any]]:
+def merged_rows(ranks: Iterable[RankReading]) -> list[KernelRow]:
     """Return each row once, of the rank on which it is worst, the worst rows first."""
-    rows = [each for rank in ranks for each in rank.get("kernels", ())]
+    rows = [each for rank in ranks for each in rank.kernels or ()]
     worst = {each["name"]: each for each in sorted(rows[::-1], key=lambda each: VERDICTS.index(each["verdict"]))}
     names = dict.fromkeys(each["name"] for each in rows)
     return sorted(({**worst[name]} for name in names), key=lambda each: -VERDICTS.index(each["verdict"]))

@@ -20,6 +20,7 @@ from toolkit.record import status
 from toolkit.record.columns import Bytes, Count, Interval, NonNegativeReal, Real
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import Figures, MemoryByPhase
+from toolkit.record.reading import RankReading
 from toolkit.record.status import RunStatus
 from toolkit.record.timeline import Goodput
 
@@ -158,25 +159,6 @@ class RecordedFailure(_RunFile):
     memory_by_phase: MemoryByPhase | None = None
 
 
-class AttestedRank(_RunFile):
-    """What one rank attested; parity compares the other facts."""
-
-    model_config = ConfigDict(extra="allow")
-
-    device: str | None = None
-    load_in_4bit: bool | None = None
-    activation_checkpointing: bool | None = None
-    parameter_bytes: Bytes = None
-    gradient_bytes: Bytes = None
-    optimizer_bytes: Bytes = None
-    num_params: Count | None = None
-    num_trainable_params: Count | None = None
-    compute_dtype: str | None = None
-    accumulate: str | None = None
-    accumulated_gradient_bytes: Bytes = None
-    layout: dict[str, Count] | None = None
-
-
 class ExpectedReadings(_RunFile):
     """What the preset specifies."""
 
@@ -186,7 +168,7 @@ class ExpectedReadings(_RunFile):
 class RecordedAttestation(_RunFile):
     """`attestation.json`."""
 
-    ranks: tuple[AttestedRank, ...] | None = ()
+    ranks: tuple[RankReading, ...] | None = ()
     expected: ExpectedReadings | None = None
     kernels: tuple[dict[str, Any], ...] = ()
     sha256: str | None = None

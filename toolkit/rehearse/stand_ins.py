@@ -32,6 +32,7 @@ from toolkit.observe.timer import StepTimer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import read_rows
+from toolkit.record.reading import RankReading
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats
@@ -228,19 +229,19 @@ def model_from_config(
 class RehearsedAttestation(Attestation):
     """Verifies one rank's readings; sums over ranks and full weights cannot be read."""
 
-    def read_before_training(self, model: Any) -> Values:
+    def read_before_training(self, model: Any) -> RankReading:
         del model  # gathered weights would be those that no other rank has sent
-        return {"initial_weights_sha256": None, "packing": None}
+        return RankReading(initial_weights_sha256=None, packing=None)
 
     def expected_values(self) -> Values:
         stand_ins = ("packing_mask_bytes", "ddp_comm_hook")  # DDP's hook is `_own_bucket`
         return {name: value for name, value in super().expected_values().items() if name not in stand_ins}
 
-    def differences(self, expected: Values, ranks: list[Values], norms: list[Values]) -> list[Difference]:
+    def differences(self, expected: Values, ranks: list[RankReading], norms: list[Values]) -> list[Difference]:
         del norms  # this rank's share alone
         return differences(expected, ranks)
 
-    def byte_differences(self, ranks: list[Values]) -> list[Difference]:
+    def byte_differences(self, ranks: list[RankReading]) -> list[Difference]:
         return byte_limit_differences(ranks)
 
 
@@ -308,18 +309,19 @@ def measured_facts(
     run: ObservedRun, rehearsed: RehearsedRank, observer: Observer, *, untimed_steps: int
 ) -> dict[str, Any]:
     """Return what was read back from this rank's live objects after its first step, and its peaks."""
-    own, rows = dict(observer.attestation.reading or {}), read_rows(run.folder.rank_rows(rehearsed.rank))
+    reading, rows = observer.attestation.reading, read_rows(run.folder.rank_rows(rehearsed.rank))
+    assert reading is not None
     timed = [row.seconds for row in rows[untimed_steps:]]
     return {
         **asdict(rehearsed),
         "steps": len(rows),
-        **{name: own[name] for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
+        **{name: getattr(reading, name) for name in (*MODEL_STATES, "num_params", "num_trainable_params")},
         **{
             name: max((size for row in rows if (size := getattr(row, name))), default=None)
             for name in (*PEAKS, "peak_host_bytes")
         },
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
-        "compute_step_seconds": statistics.median(timed) if timed and own["device"].startswith("cuda") else None,
+        "compute_step_seconds": statistics.median(timed) if timed and str(reading.device).startswith("cuda") else None,
         "not_measured": list(NOT_MEASURED),
         "phase_peaks": observer.timer.read_peaks(),
     }

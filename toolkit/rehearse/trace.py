@@ -28,6 +28,7 @@ from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
 from toolkit.observe.parts import ExpectedRun
 from toolkit.record.heartbeat import peak_resident_bytes
+from toolkit.record.reading import RankReading
 from toolkit.train.model.chunked_loss import read_loss
 
 Facts = dict[str, Any]
@@ -174,20 +175,20 @@ def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:
     wrapped, parameters = trainer.model_wrapped, list(trainer.model_wrapped.parameters())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
-        own = {"rank": trainer.args.process_index, **read_engine(trainer, wrapped, parameters)}
+        reading = read_engine(trainer, wrapped, parameters) | RankReading(rank=trainer.args.process_index)
     values = expected_values(replace(expected, world_size=None), trainer)
     for of_gradients in ("gradient_dtype", "reduce_dtype"):  # the engine alone is read
         values.pop(of_gradients, None)
     if expected.preset is not None and expected.preset.traits.uses_ddp:
         del values["engine"]  # its buckets are counted, and nothing wraps the model
-    found = differences(values, [own])
+    found = differences(values, [reading])
     if found:
         raise AttestationFailed(f"the rehearsal does not match its preset: {found[0]}")
     return {
         "num_params": sum(map(full_size, parameters)),
         "num_trainable_params": num_trainable_params(wrapped),
         "activation_checkpointing": uses_activation_checkpointing(wrapped, None),
-        **read_loss(trainer.accelerator.unwrap_model(wrapped)),
+        **read_loss(trainer.accelerator.unwrap_model(wrapped)).to_json(),
     }
 
 

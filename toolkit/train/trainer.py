@@ -27,6 +27,7 @@ from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
+from toolkit.record.reading import RankReading
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, load_converted
@@ -144,9 +145,9 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         self.evaluated.append((loss, tokens))
         return loss, None, None
 
-    def read_methods(self, plain: Any) -> Values:
+    def read_methods(self, plain: Any) -> RankReading:
         """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
-        return {"ddp_comm_hook": hook_name(self.model_wrapped), **read_loss(plain)}
+        return RankReading(ddp_comm_hook=hook_name(self.model_wrapped)) | read_loss(plain)
 
     def save_states(self, checkpoint: Path) -> None:
         """Write where this rank's stream is."""

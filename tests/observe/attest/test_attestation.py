@@ -15,6 +15,7 @@ from toolkit.job.job import Job
 from toolkit.observe.attest import attestation
 from toolkit.observe.attest.differences import Difference, differences
 from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.record.reading import RankReading
 from toolkit.train.engine.comm_hooks import hook_name
 from toolkit.train.trainer import observer_parts
 
@@ -25,8 +26,8 @@ def test_a_rank_whose_own_seed_is_another_is_the_one_that_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each rank expects its own arguments; those of rank 0 are decisive on all."""
-    as_expected = {"gradient_clipping": 1.0, "activation_checkpointing": False, "sharding": "replicate"}
-    first, second = ({"rank": rank, "seed": 42 + rank, "whole_bytes": {}, "byte_limits": {}} for rank in (0, 1))
+    as_expected = RankReading(gradient_clipping=1.0, activation_checkpointing=False, sharding="replicate")
+    first, second = (RankReading(rank=rank, seed=42 + rank) for rank in (0, 1))
 
     def of_both_ranks(own: Any, **_: Any) -> list[Any]:
         _, norms, expected = own
@@ -50,7 +51,7 @@ def test_parameters_that_are_frozen_after_loading_are_a_difference_on_our_script
     run: Any = SimpleNamespace(arguments=arguments, launch=launch, layout_at_load=None)
     expected = observer_parts(run, trainer).expected.settings
     model.bias.requires_grad_(False)
-    rank = {**expected, "rank": 0, "num_trainable_params": num_trainable_params(model)}
+    rank = RankReading(**expected | {"num_trainable_params": num_trainable_params(model)})
     assert list(map(str, differences(expected, [rank]))) == ["num_trainable_params on rank 0 is 16, expected 20"]
 
 

@@ -12,6 +12,7 @@ from toolkit.engines.engine import Values
 from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
 from toolkit.observe.attest.read_rank import read_gradients
 from toolkit.parallel.layout import ParallelLayout
+from toolkit.record.reading import RankReading
 
 
 def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: Any) -> list[Values]:
@@ -62,14 +63,14 @@ def test_a_small_first_gradient_leaves_it_to_a_synthetic_one_and_without_a_thres
 @pytest.mark.parametrize(
     ("reading", "ranks", "replicas"),
     [
-        ({"sharding": "replicate"}, 2, 2),
-        ({"sharding": "full_shard"}, 2, 1),
-        ({"sharding": "hybrid_shard", "dp_shard_size": 2}, 4, 2),
+        (RankReading(sharding="replicate"), 2, 2),
+        (RankReading(sharding="full_shard"), 2, 1),
+        (RankReading(sharding="hybrid_shard", dp_shard_size=2), 4, 2),
         # where layers are split each rank has divided its norm by its copies
-        ({"sharding": "replicate", "layout": ParallelLayout(dp_replicate=2, tp=2).degrees()}, 4, 1),
+        (RankReading(sharding="replicate", layout=ParallelLayout(dp_replicate=2, tp=2).degrees()), 4, 1),
     ],
 )
-def test_replicas_of_the_gradient_follow_from_the_sharding(reading: Any, ranks: int, replicas: int) -> None:
+def test_replicas_of_the_gradient_follow_from_the_sharding(reading: RankReading, ranks: int, replicas: int) -> None:
     assert gradient_replicas([reading] * ranks) == replicas
 
 
@@ -120,4 +121,4 @@ def test_the_norm_of_a_sparse_gradient_counts_a_row_that_came_twice_as_its_sum()
     reader._on_step(torch.optim.SGD([weight], lr=0.0))
     assert reader.reading["optimizer_norm"] == pytest.approx(5.0)
     gradients = read_gradients(reader.trainer)
-    assert gradients == {"gradient_bytes": 0, "gradient_dtype": "float32", "reduce_dtype": "float32"}
+    assert gradients == RankReading(gradient_bytes=0, gradient_dtype="float32", reduce_dtype="float32")

@@ -16,6 +16,7 @@ from toolkit.observe.parts import ExpectedRun
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
 from toolkit.presets.shard_bytes import shard_byte_limits
+from toolkit.record.reading import RankReading
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
 LAYOUT, ROWS = ParallelLayout(dp_shard=2, tp=2), "first_rows_sha256"
@@ -72,10 +73,10 @@ def test_a_deepspeed_file_may_name_the_dtype_of_its_reduction(tmp_path: Path) ->
 
 def test_every_rank_that_differs_is_reported_with_both_values_and_a_missing_value_is_a_difference() -> None:
     required = expected("fsdp2", 4)
-    ranks = [{"rank": rank, **required} for rank in range(4)]
+    ranks = [RankReading(rank=rank, **required) for rank in range(4)]
     assert differences(required, ranks) == []
-    ranks[1]["engine"] = "ddp"
-    del ranks[3]["optimizer_dtype"]
+    ranks[1] |= RankReading(engine="ddp")
+    ranks[3] = RankReading(rank=3, **{name: value for name, value in required.items() if name != "optimizer_dtype"})
     engine, dtype = differences(required, ranks)
     assert str(engine) == "engine on rank 1 is ddp, expected fsdp2"
     assert dtype.to_json() == {"fact": "optimizer_dtype", "rank": 3, "expected": "float32", "found": None}
@@ -83,12 +84,12 @@ def test_every_rank_that_differs_is_reported_with_both_values_and_a_missing_valu
 
 def test_an_optimizer_whose_dtypes_follow_from_its_tensors_is_checked_on_each_rank() -> None:
     own = ("uint8", "float32")  # of large tensors, and of small ones
-    ranks = [{"rank": rank, "optimizer_dtype": "uint8", "expected_optimizer_dtype": own[rank]} for rank in (0, 1)]
+    ranks = [RankReading(rank=n, optimizer_dtype="uint8", expected_optimizer_dtype=own[n]) for n in (0, 1)]
     assert [str(found) for found in differences({}, ranks)] == ["optimizer_dtype on rank 1 is uint8, expected float32"]
 
 
 def test_initial_weights_must_be_equal_on_all_ranks() -> None:
-    ranks = [{"rank": rank, "initial_weights_sha256": digest} for rank, digest in enumerate(("aa", "aa", "bb"))]
+    ranks = [RankReading(rank=n, initial_weights_sha256=digest) for n, digest in enumerate(("aa", "aa", "bb"))]
     (found,) = rank_differences("initial_weights_sha256", ranks)
     assert str(found) == "initial_weights_sha256 (equal on all ranks) on rank 2 is bb, expected aa"
     assert rank_differences("initial_weights_sha256", ranks[:2]) == []
@@ -109,9 +110,9 @@ def test_initial_weights_must_be_equal_on_all_ranks() -> None:
 )
 def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: list[int], found: list[str]) -> None:
     limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], 4, ranks=2)}
-    facts = {"byte_limits": limits, "whole_bytes": {"optimizer": 4000}}
-    facts |= {"dp_shard_size": 2} if name == "fsdp2_hybrid" else {}
-    ranks = [{"rank": rank, "optimizer_bytes": own, **facts} for rank, own in enumerate(held)]
+    of_all = RankReading(byte_limits=limits, whole_bytes={"optimizer": 4000})
+    of_all |= RankReading(dp_shard_size=2 if name == "fsdp2_hybrid" else None)
+    ranks = [of_all | RankReading(rank=rank, optimizer_bytes=own) for rank, own in enumerate(held)]
     assert [str(difference) for difference in byte_differences(ranks)] == found
 
 
@@ -126,11 +127,11 @@ def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: lis
 )
 def test_rows_differ_between_groups_of_ranks(changed: dict[tuple[int, str], Any], found: list[tuple[str, int]]) -> None:
     groups = [[0, 1], [0, 1], [2, 3], [2, 3]]
-    ranks = [{"rank": rank, "batch_group": groups[rank], "first_rows_sha256": "aabb"[rank]} for rank in range(4)]
+    ranks = [RankReading(rank=n, batch_group=groups[n], first_rows_sha256="aabb"[n]) for n in range(4)]
     for (rank, name), value in changed.items():
-        ranks[rank][name] = value
+        ranks[rank] |= RankReading(**{name: value})
     assert [(difference.name, difference.rank) for difference in layout_differences(ranks, LAYOUT)] == found
     assert layout_differences(ranks, None) == []
     required = expected("fsdp2_tp", 4, layout=LAYOUT)  # another degree is a difference too
-    other = {"rank": 0, **required, "layout": ParallelLayout(dp_shard=4).degrees()}
+    other = RankReading(**required | {"layout": ParallelLayout(dp_shard=4).degrees()})
     assert [difference.name for difference in differences(required, [other])] == ["layout"]

@@ -10,10 +10,11 @@ import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, nightly, read
 
 from toolkit.observe.attest.differences import replica_differences
+from toolkit.record.reading import RankReading
 
 
-def rank(number: int, **values: Any) -> dict[str, Any]:
-    return {"rank": number, "sharding": "replicate", "replicas": "equal", "layout": None} | values
+def rank(number: int, **values: Any) -> RankReading:
+    return RankReading(**{"rank": number, "sharding": "replicate", "replicas": "equal"} | values)
 
 
 def test_a_rank_whose_weights_are_not_those_of_the_others_differs() -> None:

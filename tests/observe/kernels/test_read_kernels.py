@@ -18,6 +18,7 @@ from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.plan import step_parts
 from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.record.kernel_table import AS_ASKED, DIFFERS, SLOWER
+from toolkit.record.reading import RankReading
 
 sys.path.append(str(SCRIPTS))
 import kernel_cases
@@ -101,7 +102,7 @@ def test_a_float32_input_is_named_on_a_gpu_where_no_flash_kernel_takes_it() -> N
     optimizer = torch.optim.AdamW(model.parameters())
     args = SimpleNamespace(device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(args=args, optimizer=optimizer, model_wrapped=model)
-    reading = {"torch_compile": False}
+    reading = RankReading(torch_compile=False)
     forwards: Any = SimpleNamespace(recomputes=None, reached=set(), recomputed=set())
     rows = {r["name"]: r for r in kernel_rows(graph, trainer, model, reading, forwards, own_optimizer=True)}
     assert (rows["attention"]["ran"], rows["attention"]["verdict"]) == ("efficient", SLOWER)

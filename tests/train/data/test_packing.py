@@ -19,6 +19,7 @@ from toolkit.job.job import Job
 from toolkit.models.attention import needs_no_mask
 from toolkit.observe.attest.differences import differences
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
+from toolkit.record.reading import RankReading
 from toolkit.train.data.collation import PackCollator, batch_facts
 from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined, verify_packing
 from toolkit.train.model.varlen_attention import register
@@ -116,12 +117,12 @@ def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) ->
 
 def test_documents_of_a_pack_are_isolated_in_the_live_model_and_its_masks_counted(model: Any, tokenizer: Any) -> None:
     reading = verify_packing(live(model, tokenizer))
-    assert reading["packing"] == "isolated"
-    assert reading["packing_loss_difference"] < 1e-5
-    assert reading["packing_neighbour_difference"] == 0
+    assert reading.packing == "isolated"
+    assert 0 <= (reading.packing_loss_difference or 0) < 1e-5
+    assert reading.packing_neighbour_difference == 0
     # two rows of 45 tokens: a byte, or 4, per pair of positions
     bytes_of = {"sdpa": 2 * 45**2, "eager": 4 * 2 * 45**2, "sdpa_varlen": 0}
-    assert reading["packing_mask_bytes"] == bytes_of[model.config._attn_implementation]
+    assert reading.packing_mask_bytes == bytes_of[model.config._attn_implementation]
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)
@@ -131,7 +132,7 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
     training = SimpleNamespace(neftune_noise_alpha=None, seed=1)
     parsed: Any = SimpleNamespace(job=job, training=training, pipeline=None)
     reading = verify_packing(live(model, tokenizer))
-    rank: Any = {**reading, "rank": 0, "attn_implementation": model.config._attn_implementation}
+    rank = reading | RankReading(attn_implementation=model.config._attn_implementation)
     names = ("packing_mask_bytes", "attn_implementation")
     expected = {name: value for name, value in expected_readings(parsed).items() if name in names}
     assert sorted(map(str, differences(expected, [rank]))) == [

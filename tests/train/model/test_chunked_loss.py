@@ -15,6 +15,7 @@ from toolkit.engines.tensors import without_adapters
 from toolkit.models.fake_tensors import LiveMemory
 from toolkit.observe.batches import IGNORED
 from toolkit.plan.logits import LOSSES, WITHOUT_CHUNKED_LOSS, LossSizes
+from toolkit.record.reading import RankReading
 from toolkit.train.data.collation import supervised_positions
 from toolkit.train.model import chunked_loss
 from toolkit.train.model.chunked_loss import ChunkedLoss, LogitScale, LossOptions, UnknownHead
@@ -57,7 +58,7 @@ def assert_equal_to_full(model: Any, inputs: dict[str, Any], **options: Any) -> 
     full = loss_and_gradients(copy.deepcopy(model), inputs)
     ChunkedLoss(without_adapters(model), chunk_tokens=4, **options)
     chunked = loss_and_gradients(model, inputs)
-    assert chunked_loss.read_loss(model) == {"loss": "chunked", "loss_chunk_tokens": 4}
+    assert chunked_loss.read_loss(model) == RankReading(loss="chunked", loss_chunk_tokens=4)
     assert full.keys() == chunked.keys()
     for name, expected in full.items():
         torch.testing.assert_close(chunked[name], expected, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -132,7 +133,7 @@ def test_a_model_without_a_chunked_loss_is_named_with_the_reason() -> None:
     with pytest.raises(UnknownHead, match="LlamaForCausalLM has a loss function of its own"):
         ChunkedLoss(model, chunk_tokens=4)
     assert model.forward == original
-    assert chunked_loss.read_loss(model) == {"loss": "full", "loss_chunk_tokens": None}
+    assert chunked_loss.read_loss(model) == RankReading(loss="full", loss_chunk_tokens=None)
     # A family whose head is not its loss is planned so.
     assert "opt" in WITHOUT_CHUNKED_LOSS
     with pytest.raises(UnknownHead, match="OPTForCausalLM cannot be asked what it does with its logits"):

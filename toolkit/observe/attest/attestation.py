@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,8 @@ from toolkit.observe.timer import StepTimer
 from toolkit.observe.trackers import tell_verdict
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
-from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, readings, row, table_lines
+from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, reading_of, row, table_lines
+from toolkit.record.reading import RankReading
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
@@ -83,11 +84,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.run, self.progress, self.parts, self.timer = run, run.progress, parts, timer
         self.trainer, self.strict, self.first_step = trainer, strict, 0
-        self.reading: Values | None = None
+        self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
-        self.gradients: Values | None = None
-        self.accumulated: Values = {"accumulate": None}
-        self.before_training: Values = {}
+        self.gradients: RankReading | None = None
+        self.accumulated = RankReading(accumulate=None)
+        self.before_training = RankReading()
         self.with_gradient: set[int] = set()
         """Parameters that have a gradient in the first step that is not sparse, by identity."""
         self.norms, self.forwards = NormReader(), ForwardDetector()
@@ -120,7 +121,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.forwards.stop()
         self.norms, self.forwards = NormReader(), ForwardDetector()
         self.reading = self.gradients = None
-        self.accumulated = {"accumulate": None}
+        self.accumulated = RankReading(accumulate=None)
         self.loss_graph = self.documents = None
 
     def before_loss(self, inputs: Any) -> None:
@@ -146,7 +147,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """After each accumulation step of an optimizer step but the last."""
-        if self.accumulated["accumulate"] is None and self.reading is None:
+        if self.accumulated.accumulate is None and self.reading is None:
             self.accumulated = read_accumulated(self.trainer)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -163,23 +164,21 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
         self.forwards.stop()
-        reading = read_rank(self.trainer, self.gradients or {}, readers=self.parts.read, forwards=self.forwards)
+        gradients = self.gradients or RankReading()
+        reading = read_rank(self.trainer, gradients, readers=self.parts.read, forwards=self.forwards)
         own = self.parts.expected.own_optimizer
         rows, graph = [*(self.documents or ())], self.loss_graph or LossGraph(None)
-        if packing := self.before_training.get("packing"):  # the script has verified its packs itself
+        if packing := self.before_training.packing:  # the script has verified its packs itself
             rows = [row("documents", "isolated", packing)]
         try:
             rows += kernel_rows(graph, self.trainer, self.plain, reading, self.forwards, own_optimizer=own)
         except Exception as error:  # nor a kind of model
             rows.append(row("kernels", None, f"not read: {type(error).__name__}: {error}"))
-        self.reading = reading | {
-            **readings(rows),
-            **expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient),
-            **self.accumulated,
-            **self.before_training,
-            **self.replicas.read(),
-            "first_rows_sha256": hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest(),
-        }
+        reading |= reading_of(rows)
+        reading |= expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient)
+        reading |= self.accumulated | self.before_training | self.replicas.read()
+        first_rows = hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest()
+        self.reading = reading | RankReading(first_rows_sha256=first_rows)
         self.verify(self.reading)
         self.progress.enter("train")
         self.timer.restart_clock()
@@ -189,11 +188,11 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         step, reading = state.global_step, self.reading
         if reading is None or step in (self.first_step, *(check["step"] for check in self.replica_checks[-1:])):
             return
-        trained = {"num_trainable_params": num_trainable_params(self.plain)}
-        ranks = self.replicas.gather(reading | self.replicas.read() | trained)
+        trained = RankReading(num_trainable_params=num_trainable_params(self.plain))
+        ranks: list[RankReading] = self.replicas.gather(reading | self.replicas.read() | trained)
         found = replica_differences(ranks)
-        unfrozen = any(rank["num_trainable_params"] > reading["num_trainable_params"] for rank in ranks)
-        self.replica_checks.append({"step": step, "replicas": found[0].found if found else ranks[0]["replicas"]})
+        unfrozen = any((rank.num_trainable_params or 0) > (reading.num_trainable_params or 0) for rank in ranks)
+        self.replica_checks.append({"step": step, "replicas": found[0].found if found else ranks[0].replicas})
         if self.run.writes:
             self.run.folder.update_run(replica_checks=self.replica_checks)
         if found and not self.trains_apart:
@@ -205,17 +204,18 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
                 raise AttestationFailed(message, hint=hint or None)
             print(f"warning: {message}: {hint}\n" * self.run.writes, end="", flush=True)
 
-    def read_before_training(self, model: Any) -> Values:
+    def read_before_training(self, model: Any) -> RankReading:
         """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
         digest = weights_digest(model, compute_dtype(self.trainer.args))
-        return {"initial_weights_sha256": digest, **self.parts.read_before_training(self.trainer)}
+        return RankReading(initial_weights_sha256=digest) | self.parts.read_before_training(self.trainer)
 
-    def verify(self, reading: Values) -> None:
+    def verify(self, reading: RankReading) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
         own = (reading, self.norms.reading, self.expected_values())
         gathered = gather_from_ranks(own, single_process=self.run.single_process)
         remove_shared_buffer(self.run.rank)
-        ranks, norms = [each[0] for each in gathered], [each[1] for each in gathered]
+        ranks: list[RankReading] = [each[0] for each in gathered]
+        norms: list[Values] = [each[1] for each in gathered]
         expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
         preset, path = self.parts.expected.preset, self.run.folder.attestation_json
         differing = self.differences(expected, ranks, norms)
@@ -223,15 +223,15 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         # Bytes are checked only if the engine is right: one cause would be reported many times otherwise.
         found = [each for each in differing if each not in of_script] or self.byte_differences(ranks)
         self.trains_apart = bool(replica_differences(ranks))
-        clipped = {"clipped": was_clipped(norms, self.trainer.args.max_grad_norm or 0.0)}
         if self.run.writes:
+            clipped = RankReading(clipped=was_clipped(norms, self.trainer.args.max_grad_norm or 0.0))
             readings = [reading | clipped for reading in ranks]
             attestation = attestation_json(preset, expected, readings, found, of_script)
             write_json(path, attestation)
             tell_verdict(self.trainer, self.run.folder, attestation)
             lines = [verified_line(preset, ranks[0])] if preset is None or not found else []
             sharding = None if preset is None else preset.sharding
-            others = ranks[0].get("other_models", {})
+            others = ranks[0].other_models or {}
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
             first_of_each = {each.name: each for each in reversed(of_script)}
             lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
@@ -242,13 +242,13 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
-            whole = ranks[0].get("fsdp2_groups") == 1 and any(difference.name == "sharding" for difference in found)
+            whole = ranks[0].fsdp2_groups == 1 and any(difference.name == "sharding" for difference in found)
             hint = f"{WHOLE_MODEL_HINT}; " if whole else f"{self.replicas.hint}; " if self.replicas.hint else ""
             raise AttestationFailed(
                 f"the run does not match its preset and arguments: {first}", hint=f"{hint}all values are in {path}"
             )
 
-    def differences(self, expected: Values, ranks: list[Values], norms: list[Values]) -> list[Difference]:
+    def differences(self, expected: Values, ranks: list[RankReading], norms: list[Values]) -> list[Difference]:
         """Return where the readings of all ranks, or their gradient norms, are not as expected."""
         layout = self.parts.expected.layout
         found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
@@ -271,12 +271,12 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if name == "compute_dtype":  # adapters on a model that the script has loaded in 16 bits, without `bf16=True`
             if difference.expected == "float16" and self.trainer.args.device.type == "cpu":
                 return bool(difference.found == "float32")  # accelerate 1.15 leaves `fp16=True` out on a CPU
-            frozen = (self.reading or {}).get("frozen_dtype")
+            frozen = self.reading.frozen_dtype if self.reading else None
             return bool(difference.expected == "float32" and difference.found == frozen)
         checkpoints = name == "activation_checkpointing" and difference.expected is False
         return checkpoints or name == CHANGED_AFTER_CLIPPING
 
-    def byte_differences(self, ranks: list[Values]) -> list[Difference]:
+    def byte_differences(self, ranks: list[RankReading]) -> list[Difference]:
         """Return where the ranks do not hold the bytes that the preset's sharding allows."""
         return byte_differences(ranks)
 
@@ -292,7 +292,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         checkpointing = any(given) if set(given) != {None} else None
         known = {"gradient_clipping": args.max_grad_norm, "activation_checkpointing": checkpointing}
         settings = {name: value for name, value in known.items() if value is not None} | expected.settings
-        if self.accumulated["accumulate"] is None:  # the first step had one accumulation step
+        if self.accumulated.accumulate is None:  # the first step had one accumulation step
             settings.pop("accumulate", None)
         if at_load is not None and (at_load.data_parallel_size == 1 or hasattr(self.trainer.model, "peft_config")):
             settings.pop("accumulate", None)  # no gradient is sharded: FSDP2 has nothing to divide, or no adapters
@@ -319,7 +319,7 @@ def check_master_dtype(expected: ExpectedRun, wrapped: Any) -> None:
 def attestation_json(
     preset: PresetSpec | None,
     expected: Values,
-    ranks: list[Values],
+    ranks: list[RankReading],
     found: list[Difference],
     of_script: Sequence[Difference] = (),
 ) -> Values:
@@ -333,25 +333,25 @@ def attestation_json(
         "differences": [difference.to_json() for difference in found],
         **({"of_script": [difference.to_json() for difference in of_script]} if of_script else {}),
         "kernels": merged_rows(ranks),
-        "ranks": ranks,
+        "ranks": [reading.to_json() for reading in ranks],
     }
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def verified_line(preset: PresetSpec | None, reading: Values) -> str:
+def verified_line(preset: PresetSpec | None, reading: RankReading) -> str:
     """Return the log line of a verified run, or of what is in effect where no preset is required."""
-    trained = f"{reading['num_trainable_params']:,} of {reading['num_params']:,} parameters trained"
-    dtypes = f"{reading['compute_dtype']} compute, {reading['master_dtype']} master weights"
-    dtypes += "" if reading["frozen_dtype"] is None else f", {reading['frozen_dtype']} frozen weights"
-    engine, ranks = f"{reading['engine']}, {reading['sharding']}", reading["world_size"]
+    trained = f"{reading.num_trainable_params:,} of {reading.num_params:,} parameters trained"
+    dtypes = f"{reading.compute_dtype} compute, {reading.master_dtype} master weights"
+    dtypes += "" if reading.frozen_dtype is None else f", {reading.frozen_dtype} frozen weights"
+    engine, ranks = f"{reading.engine}, {reading.sharding}", reading.world_size
     what = f"in effect: {engine}" if preset is None else f"verified: {preset.name} ({engine})"
     ending = "; no preset is required" if preset is None else ""
-    if (flag := bf16_switched_off(sys.argv)) and reading["compute_dtype"] == "bfloat16":
+    if (flag := bf16_switched_off(sys.argv)) and reading.compute_dtype == "bfloat16":
         ending += f"; `{flag}` had no effect: mixed precision is the preset's"
     return f"{what}, {ranks} rank{'s' * (ranks != 1)}, {dtypes}; {trained}{ending}"
 
 
-def other_model_line(name: str, reading: Values, sharding: str | None) -> str:
+def other_model_line(name: str, reading: Mapping[str, Any], sharding: str | None) -> str:
     """Return the log line of a model that is not trained, a warning if it is whole where the preset shards the other.
 
     >>> sizes = {"dtype": "float32", "bytes": 2**29, "whole_bytes": 2**30}

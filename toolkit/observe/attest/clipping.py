@@ -174,12 +174,13 @@ def gradient_replicas(ranks: Readings) -> int:
 
     Where layers are split, each rank has divided its part by its own number of copies already.
     """
-    layout = ranks[0].get("layout") or {}
+    first = ranks[0]
+    layout = first.layout or {}
     if max(layout.get(name, 1) for name in ("tp", "ep", "pp")) > 1:
         return 1
-    if ranks[0]["sharding"] == "replicate":
+    if first.sharding == "replicate":
         return len(ranks)
-    return len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks))
+    return len(ranks) // (first.dp_shard_size or len(ranks))
 
 
 def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:

@@ -1,6 +1,6 @@
 """Where the readings of ranks differ from what a preset specifies, and the types of `attestation.json`. No torch.
 
->>> for difference in differences({"world_size": 2}, [{"rank": 0, "world_size": 1}]):
+>>> for difference in differences({"world_size": 2}, [RankReading(rank=0, world_size=1)]):
 ...     print(difference)
 world_size on rank 0 is 1, expected 2
 """
@@ -14,9 +14,10 @@ from typing import Any
 from toolkit.engines.engine import Values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.kernel_table import DIFFERS
+from toolkit.record.reading import RankReading
 
-Readings = Sequence[Values]
-"""One rank's reading each, in rank order."""
+Readings = Sequence[RankReading]
+"""In rank order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,32 +42,33 @@ def differences(expected: Values, ranks: Readings) -> list[Difference]:
     """Return every expected value that a rank does not read; some optimizers' dtypes follow from the rank's tensors."""
     found: list[Difference] = []
     for reading in ranks:
-        own = "expected_optimizer_dtype"
-        values = expected | ({"optimizer_dtype": reading[own]} if own in reading else {})
+        values = dict(expected)
+        if "expected_optimizer_dtype" in reading.model_fields_set:
+            values["optimizer_dtype"] = reading.expected_optimizer_dtype
         found += [
-            Difference(name=name, rank=reading["rank"], expected=value, found=reading.get(name))
+            Difference(name=name, rank=reading.rank, expected=value, found=getattr(reading, name, None))
             for name, value in values.items()
-            if reading.get(name) != value
+            if getattr(reading, name, None) != value
         ]
     return found
 
 
 def rank_differences(name: str, ranks: Readings) -> list[Difference]:
     """Return the ranks on which a value, whatever it is, differs from rank 0's."""
-    first = ranks[0].get(name)
+    first = getattr(ranks[0], name)
     return [
-        Difference(name=f"{name} (equal on all ranks)", rank=reading["rank"], expected=first, found=reading.get(name))
+        Difference(name=f"{name} (equal on all ranks)", rank=reading.rank, expected=first, found=getattr(reading, name))
         for reading in ranks
-        if reading.get(name) != first
+        if getattr(reading, name) != first
     ]
 
 
 def kernel_differences(ranks: Readings) -> list[Difference]:
     """Return the fast paths that were asked for and did not run; a slow path that nobody asked about is none."""
     return [
-        Difference(name=row["name"], rank=reading["rank"], expected=row["asked"], found=row["ran"])
+        Difference(name=row["name"], rank=reading.rank, expected=row["asked"], found=row["ran"])
         for reading in ranks
-        for row in reading.get("kernels", ())
+        for row in reading.kernels or ()
         if row["verdict"] == DIFFERS
     ]
 
@@ -74,13 +76,13 @@ def kernel_differences(ranks: Readings) -> list[Difference]:
 def replica_differences(ranks: Readings) -> list[Difference]:
     """Return ranks whose copies of weights differ; without copies, and but for stages, whose rates or steps differ."""
     found = [
-        Difference(name="replicas", rank=reading["rank"], expected="equal", found=reading["replicas"])
+        Difference(name="replicas", rank=reading.rank, expected="equal", found=reading.replicas)
         for reading in ranks
-        if reading.get("replicas") not in (None, "equal")
+        if reading.replicas not in (None, "equal")
     ]
     first = ranks[0]
-    has_copies = first.get("sharding") == "replicate" and (first.get("replicas") or not first.get("layout"))
-    if has_copies or (first.get("layout") or {}).get("pp", 1) > 1:
+    has_copies = first.sharding == "replicate" and (first.replicas or not first.layout)
+    if has_copies or (first.layout or {}).get("pp", 1) > 1:
         return found
     return found + [each for name in ("learning_rates", "optimizer_steps") for each in rank_differences(name, ranks)]
 
@@ -90,11 +92,11 @@ def byte_differences(ranks: Readings) -> list[Difference]:
 
     The shards of all ranks must add up to the whole: none is lost or empty.
     """
-    found, layout = byte_limit_differences(ranks), ranks[0].get("layout")
-    replicas = max(1, len(ranks) // (ranks[0].get("dp_shard_size") or len(ranks)))
-    replicas = layout["dp_replicate"] if layout else replicas
-    for part, whole in ranks[0]["whole_bytes"].items():
-        total = sum(reading[f"{part}_bytes"] for reading in ranks)
+    found, first = byte_limit_differences(ranks), ranks[0]
+    replicas = max(1, len(ranks) // (first.dp_shard_size or len(ranks)))
+    replicas = first.layout["dp_replicate"] if first.layout else replicas
+    for part, whole in first.whole_bytes.items():
+        total = sum(getattr(reading, f"{part}_bytes") for reading in ranks)
         if total < whole * replicas:
             expected = f"at least {whole * replicas}"
             found.append(Difference(name=f"{part}_bytes of all ranks", rank=None, expected=expected, found=total))
@@ -105,11 +107,11 @@ def byte_limit_differences(ranks: Readings) -> list[Difference]:
     """Return the parts whose bytes on one rank are outside their limits."""
     found: list[Difference] = []
     for reading in ranks:
-        for part, (lowest, highest) in reading["byte_limits"].items():
-            name, held = f"{part}_bytes", reading[f"{part}_bytes"]
+        for part, (lowest, highest) in reading.byte_limits.items():
+            held = getattr(reading, f"{part}_bytes")
             if not lowest <= held <= highest:
                 allowed = lowest if lowest == highest else f"{lowest} to {highest}"
-                found.append(Difference(name=name, rank=reading["rank"], expected=allowed, found=held))
+                found.append(Difference(name=f"{part}_bytes", rank=reading.rank, expected=allowed, found=held))
     return found
 
 
@@ -120,11 +122,11 @@ def pipeline_differences(ranks: Readings, layout: ParallelLayout | None) -> list
     found = []
     for first in range(0, len(ranks), layout.pp):
         pipeline = ranks[first : first + layout.pp]
-        layers = sorted(layer for reading in pipeline for layer in reading["layers"])
+        layers = sorted(layer for reading in pipeline for layer in reading.layers or ())
         if layers != list(range(len(layers))):
             found.append(Difference(name="layers of all stages", rank=None, expected="each layer once", found=layers))
-        held = sum(reading["parameter_bytes"] - reading["tied_copy_bytes"] for reading in pipeline)
-        whole = 4 * ranks[0]["num_params"]
+        held = sum((reading.parameter_bytes or 0) - (reading.tied_copy_bytes or 0) for reading in pipeline)
+        whole = 4 * (ranks[0].num_params or 0)
         if held != whole:
             found.append(Difference(name="parameter_bytes of all stages", rank=None, expected=whole, found=held))
     return found
@@ -137,11 +139,11 @@ def layout_differences(ranks: Readings, expected: ParallelLayout | None) -> list
     found, owner_of = [], dict[str, int]()
     size = expected.ranks_per_batch
     for reading in ranks:
-        rank, rows = reading["rank"], reading["first_rows_sha256"]
+        rank, rows = reading.rank, reading.first_rows_sha256 or ""
         group = list(range(first := rank - rank % size, first + size))
-        if reading["batch_group"] != group:
-            found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading["batch_group"]))
-        theirs = ranks[first]["first_rows_sha256"]
+        if reading.batch_group != group:
+            found.append(Difference(name="batch_group", rank=rank, expected=group, found=reading.batch_group))
+        theirs = ranks[first].first_rows_sha256
         if rows != theirs:
             name = f"first_rows_sha256 (equal to rank {first}'s)"
             found.append(Difference(name=name, rank=rank, expected=theirs, found=rows))

@@ -25,6 +25,7 @@ from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, 
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
+from toolkit.record.reading import RankReading
 
 
 def expected_values(run: ExpectedRun, trainer: Any) -> Values:
@@ -66,7 +67,9 @@ def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> V
     return {name: dtype for name, dtype in facts.items() if name != "reduce_dtype" or not sent_by_hook}
 
 
-def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradient: Container[int] = ()) -> Values:
+def expected_bytes(
+    run: ExpectedRun, trainer: Any, reading: RankReading, with_gradient: Container[int] = ()
+) -> RankReading:
     """Return the bytes that the preset's sharding allows each part on this rank, from the live parameters' shapes.
 
     Somebody's script may leave parameters unused, or out of an optimizer that it makes itself. `with_gradient` are
@@ -74,7 +77,7 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
     """
     preset = run.preset
     if preset is None:
-        return {"byte_limits": {}, "whole_bytes": {}}
+        return RankReading(byte_limits={}, whole_bytes={})
     model = trainer.model_wrapped
     trained = [p for p in model.parameters() if p.requires_grad]
     in_4bit = [module.weight for module in quantized_modules(model)]
@@ -87,17 +90,17 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
         stepped = [p for p in trained if p in states] if run.own_optimizer or not states else used
     parts = {
         "parameter": [
-            (trained, element_bytes(reading["compute_dtype" if deepspeed else "master_dtype"])),
-            (frozen_weights(model), element_bytes(reading["frozen_dtype"])),
-            (in_4bit, element_bytes(reading["quantized_storage_dtype"])),
+            (trained, element_bytes(reading.compute_dtype if deepspeed else reading.master_dtype)),
+            (frozen_weights(model), element_bytes(reading.frozen_dtype)),
+            (in_4bit, element_bytes(reading.quantized_storage_dtype)),
         ],
-        "gradient": [(used, element_bytes(reading["gradient_dtype"]))],
+        "gradient": [(used, element_bytes(reading.gradient_dtype))],
     }
     spec = known_optimizer(run, trainer)
     if spec is not None and spec.is_fp32_adamw:
-        dtype = reading["optimizer_dtype"] if "master_dtype" in run.allowed else "float32"
+        dtype = reading.optimizer_dtype if "master_dtype" in run.allowed else "float32"
         parts["optimizer"] = [(stepped, (ADAM_STATES + deepspeed) * element_bytes(dtype))]
-    ranks = reading.get("dp_shard_size") or reading["world_size"]
+    ranks = reading.dp_shard_size or reading.world_size or 1
     allowed, whole = {}, {}
     for part, tensors in parts.items():
         shapes = [([tuple(getattr(p, "ds_shape", p.shape)) for p in parameters], size) for parameters, size in tensors]
@@ -114,17 +117,17 @@ def expected_bytes(run: ExpectedRun, trainer: Any, reading: Values, with_gradien
         for part in partial & allowed.keys():
             allowed[part] = (0, allowed[part][1])
             whole[part] = 0
-    if "stages" in reading:  # this rank's are only a part; all of them are trained in fp32
+    if reading.stages is not None:  # this rank's are only a part; all of them are trained in fp32
         states = {"parameter": 1, "gradient": 1, "optimizer": ADAM_STATES}
-        whole = {part: count * reading["num_params"] * element_bytes("float32") for part, count in states.items()}
+        whole = {part: count * (reading.num_params or 0) * element_bytes("float32") for part, count in states.items()}
     replicated = constant_bytes(model)
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + replicated, highest + replicated)
     whole["parameter"] += replicated
-    expected: Values = {"byte_limits": allowed, "whole_bytes": whole}
-    if spec is not None and not spec.is_fp32_adamw:
-        expected["expected_optimizer_dtype"] = spec.state_dtypes(updated_tensors(trainer))
-    return expected
+    expected = RankReading(byte_limits=allowed, whole_bytes=whole)
+    if spec is None or spec.is_fp32_adamw:
+        return expected
+    return expected | RankReading(expected_optimizer_dtype=spec.state_dtypes(updated_tensors(trainer)))
 
 
 def _hidden_size(model: Any) -> int | None:

@@ -12,7 +12,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.engines import tensors
-from toolkit.engines.engine import Values
 from toolkit.engines.fsdp2_live import is_shard, parameter_groups
 from toolkit.engines.live_engine import held_tensors, live_engine
 from toolkit.engines.torch_live import mesh_sizes
@@ -20,17 +19,18 @@ from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.timer import CompilerEvents
 from toolkit.parallel.layout import DIMENSIONS
+from toolkit.record.reading import RankReading
 
 _OUTSIDE_BACKWARD = -1  # torch's graph task id when autograd is idle
 
 
 def read_rank(
     trainer: Any,
-    gradients: Values,
+    gradients: RankReading,
     *,
-    readers: Sequence[Callable[[Any, Any], Values]] = (),
+    readers: Sequence[Callable[[Any, Any], RankReading]] = (),
     forwards: ForwardDetector,
-) -> Values:
+) -> RankReading:
     """Read one rank after its first optimizer step; the script's own `readers` override what is read here."""
     wrapped = tensors.uncompiled(trainer.model_wrapped)
     plain = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
@@ -38,33 +38,35 @@ def read_rank(
     engine = read_engine(trainer, wrapped, parameters)
     compiled, compiler = tensors.compiled_modules(trainer.model_wrapped), CompilerEvents.read()
     in_4bit = [module.weight for module in tensors.quantized_modules(plain)]
-    reading = {
-        "rank": trainer.args.process_index,
-        "world_size": trainer.args.world_size,
-        "device": str(trainer.args.device),
-        "wrapper": type(wrapped).__name__,
-        **engine,
-        **gradients,
-        "compute_dtype": forwards.compute_dtype(engine["compute_dtype"]),
-        "quantized_bytes": tensors.local_bytes(held_tensors(in_4bit)) if in_4bit else None,
-        "quantization_constant_bytes": tensors.constant_bytes(plain) if in_4bit else None,
-        "quantized_storage_dtype": tensors.dtype_names(in_4bit),
-        "load_in_4bit": bool(in_4bit),
-        "parameter_bytes": engine["parameter_bytes"] + tensors.constant_bytes(plain),
-        "num_params": tensors.num_params(plain),
-        "num_trainable_params": tensors.num_trainable_params(plain),
-        "activation_checkpointing": uses_activation_checkpointing(plain, forwards.recomputes),
-        "activation_checkpointing_offload": _offloads_activations(plain),
-        "seed": torch.initial_seed(),
+    layout, batch_group = read_layout(trainer, plain)
+    reading = engine | gradients
+    reading |= RankReading(
+        rank=trainer.args.process_index,
+        world_size=trainer.args.world_size,
+        device=str(trainer.args.device),
+        wrapper=type(wrapped).__name__,
+        compute_dtype=forwards.compute_dtype(engine.compute_dtype),
+        quantized_bytes=tensors.local_bytes(held_tensors(in_4bit)) if in_4bit else None,
+        quantization_constant_bytes=tensors.constant_bytes(plain) if in_4bit else None,
+        quantized_storage_dtype=tensors.dtype_names(in_4bit),
+        load_in_4bit=bool(in_4bit),
+        parameter_bytes=(engine.parameter_bytes or 0) + tensors.constant_bytes(plain),
+        num_params=tensors.num_params(plain),
+        num_trainable_params=tensors.num_trainable_params(plain),
+        activation_checkpointing=uses_activation_checkpointing(plain, forwards.recomputes),
+        activation_checkpointing_offload=_offloads_activations(plain),
+        seed=torch.initial_seed(),
         # given to the compiler, and the compiler made a graph of it
-        "torch_compile": bool(compiler.graphs and compiled),
-        "compiled_modules": compiled,
-        "graph_breaks": compiler.graph_breaks.total(),
-        "neftune_noise_alpha": _neftune(plain),
-        "attn_implementation": getattr(getattr(plain, "config", None), "_attn_implementation", None),
-        **read_layout(trainer, plain),
-        **read_other_models(trainer, plain),
-    }
+        torch_compile=bool(compiler.graphs and compiled),
+        compiled_modules=compiled,
+        graph_breaks=compiler.graph_breaks.total(),
+        neftune_noise_alpha=_neftune(plain),
+        attn_implementation=getattr(getattr(plain, "config", None), "_attn_implementation", None),
+        layout=layout,
+        batch_group=batch_group,
+    )
+    if other_models := read_other_models(trainer, plain):
+        reading |= RankReading(other_models=other_models)
     for read in readers:
         reading |= read(trainer, plain)
     return reading
@@ -87,10 +89,10 @@ def _neftune(plain: Any) -> float | None:
     return None
 
 
-def read_other_models(trainer: Any, plain: Any) -> Values:
-    """Return `other_models`: each module of the Trainer with weights that are not the trained model's, by its name.
+def read_other_models(trainer: Any, plain: Any) -> dict[str, dict[str, Any]]:
+    """Return each module of the Trainer with weights that are not the trained model's, by its name.
 
-    Reference, reward and value models of TRL, lists of them included. Nothing is returned where there is none.
+    Reference, reward and value models of TRL, lists of them included.
     """
     trained = {id(p) for p in plain.parameters()}
     named: dict[str, Any] = {}
@@ -99,11 +101,10 @@ def read_other_models(trainer: Any, plain: Any) -> Values:
         named |= {f"{name}.{n}": each for n, each in enumerate(value)} if several else {name: value}
     modules = {name: each for name, each in named.items() if isinstance(each, torch.nn.Module)}
     weights = {name: [p for p in each.parameters() if id(p) not in trained] for name, each in modules.items()}
-    other = {name: _read_other_model(modules[name], parameters) for name, parameters in weights.items() if parameters}
-    return {"other_models": other} if other else {}
+    return {name: _read_other_model(modules[name], parameters) for name, parameters in weights.items() if parameters}
 
 
-def _read_other_model(module: Any, parameters: list[Any]) -> Values:
+def _read_other_model(module: Any, parameters: list[Any]) -> dict[str, Any]:
     held = held_tensors(parameters)
     is_divided = held is not parameters
     is_divided |= any(map(is_shard, (d for p in parameters for d in getattr(p, "placements", ()))))
@@ -117,28 +118,30 @@ def _read_other_model(module: Any, parameters: list[Any]) -> Values:
     }
 
 
-def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> Values:
+def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReading:
     """Read the engine that wraps the model."""
     live = live_engine(wrapped)
     inner = tensors.innermost_optimizer(live.optimizer(trainer))
-    return live.read(trainer, parameters) | {
-        "optimizer_class": optimizer_class(inner),
-        "optimizer_paged": bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
-        "frozen_dtype": tensors.dtype_names(tensors.frozen_weights(wrapped)),
-    }
+    return live.read(trainer, parameters) | RankReading(
+        optimizer_class=optimizer_class(inner),
+        optimizer_paged=bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
+        frozen_dtype=tensors.dtype_names(tensors.frozen_weights(wrapped)),
+    )
 
 
-def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> Values:
+def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambda _: None) -> RankReading:
     """Read the reduced gradients that this rank holds before the optimizer step.
 
     `sent_dtype` returns the dtype that ranks exchange where the script itself sends the wrapped model's gradients.
     """
     live = live_engine(trainer.model_wrapped)
     held = live.gradients()
-    reduce_dtype = sent_dtype(live.wrapped) or live.reduce_dtype(held)
-    dtypes = {"gradient_dtype": tensors.dtype_names(held), "reduce_dtype": reduce_dtype}
     dense = (gradient for gradient in held if not gradient.is_sparse)  # the bytes of others follow from the data
-    return {"gradient_bytes": tensors.local_bytes(dense), **dtypes}
+    return RankReading(
+        gradient_bytes=tensors.local_bytes(dense),
+        gradient_dtype=tensors.dtype_names(held),
+        reduce_dtype=sent_dtype(live.wrapped) or live.reduce_dtype(held),
+    )
 
 
 # -- what only the first step shows
@@ -209,32 +212,29 @@ def uses_activation_checkpointing(model: Any, detected: bool | None) -> bool:
     return detected
 
 
-def read_accumulated(trainer: Any) -> Values:
+def read_accumulated(trainer: Any) -> RankReading:
     """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
     shards, whole = live_engine(trainer.model_wrapped).accumulated()
     names = "+".join(name for name, held in ((SHARDED, shards), (WHOLE, whole)) if held)
-    return {"accumulate": names or None, "accumulated_gradient_bytes": tensors.local_bytes([*shards, *whole])}
+    return RankReading(accumulate=names or None, accumulated_gradient_bytes=tensors.local_bytes([*shards, *whole]))
 
 
 # -- how the ranks are divided, from the live meshes and process groups
 
 
-def read_layout(trainer: Any, model: Any) -> Values:
-    """Return `layout`, the degrees of parallelism in effect, and `batch_group`, the ranks that train on the same rows.
+def read_layout(trainer: Any, model: Any) -> tuple[dict[str, int] | None, list[int] | None]:
+    """Return the degrees of parallelism in effect, and the ranks that train on the same rows.
 
     Both are None where the ranks are data parallel only.
     """
     manager = getattr(tensors.without_adapters(model), "_mesh_manager", None)
     config = getattr(trainer.accelerator, "parallelism_config", None)
-
     if manager is not None:
         degrees = mesh_sizes(manager._dense_mesh) | {"ep": mesh_sizes(manager._expert_mesh)["ep"]}
         group = manager._dense_mesh["tp"].get_group()
     elif config is None or max(config.cp_size, config.sp_size) == 1:
-        return {"layout": None, "batch_group": None}
+        return None, None
     else:
         degrees, group = live_engine(trainer.model_wrapped).sequence_ranks(trainer.accelerator)
-    return {
-        "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
-        "batch_group": list(map(int, dist.get_process_group_ranks(group))),
-    }
+    layout = {name: degrees.get(name, 1) for name in DIMENSIONS}
+    return layout, list(map(int, dist.get_process_group_ranks(group)))

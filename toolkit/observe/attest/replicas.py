@@ -17,12 +17,12 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from toolkit.engines.engine import Values
 from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
 from toolkit.engines.zero_live import is_zero3
 from toolkit.observe.attest.weights_digest import checksum
+from toolkit.record.reading import RankReading
 
 COMPUTED_APART = ("pp", "tp", "ep")  # mesh dimensions whose ranks have other layers, or compute gradients apart
 # Imported by a program that averages weights, and by nothing else.
@@ -49,7 +49,7 @@ class ReplicaCheck:
     def _optimizer(self) -> Any:
         return innermost_optimizer(live_engine(self.trainer.model_wrapped).optimizer(self.trainer))
 
-    def read(self) -> Values:
+    def read(self) -> RankReading:
         """Return this rank's `replicas`, learning rates, and its optimizer's own count of steps, 0 without. Collective.
 
         `replicas` is None where no other rank holds the same, otherwise `equal`, or a word for why it is not.
@@ -80,9 +80,9 @@ class ReplicaCheck:
                 if self.trainer.args.process_index in others:
                     trains_apart = "local_sgd" if sys.modules.keys() & LOCAL_SGD_MODULES else "no_sync"
                     word = "different" if self.synced else trains_apart
-        return {"replicas": word, "learning_rates": rates, "optimizer_steps": steps}
+        return RankReading(replicas=word, learning_rates=rates, optimizer_steps=steps)
 
-    def _describe(self, usual: Values, other: Values, ranks: tuple[int, ...], facts: list[str]) -> str:
+    def _describe(self, usual: dict[str, int], other: dict[str, int], ranks: tuple[int, ...], facts: list[str]) -> str:
         wrapped, names = self.trainer.model_wrapped, [name for name in usual if usual[name] != other.get(name)]
         why = "their gradients were not reduced over all ranks, or the update was another"
         if not self.synced:

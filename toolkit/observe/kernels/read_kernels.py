@@ -17,11 +17,11 @@ from torch.nn import ModuleList
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.engines import tensors
-from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
 from toolkit.models.attention import missing_attention_package
 from toolkit.observe.attest.read_rank import ForwardDetector
 from toolkit.record.kernel_table import KernelRow, row
+from toolkit.record.reading import RankReading
 from toolkit.units import gib
 
 # Node -> what computed the attention. SDPA without a kernel has a safe softmax, eager attention a softmax of 4 sizes.
@@ -84,7 +84,7 @@ class LossGraph:
 
 
 def kernel_rows(
-    graph: LossGraph, trainer: Any, plain: Any, reading: Values, forwards: ForwardDetector, *, own_optimizer: bool
+    graph: LossGraph, trainer: Any, plain: Any, reading: RankReading, forwards: ForwardDetector, *, own_optimizer: bool
 ) -> Iterator[KernelRow]:
     """Yield the rows of one rank after its first step; `own_optimizer` is true where the script makes it."""
     model, args = tensors.without_adapters(plain), trainer.args
@@ -103,8 +103,8 @@ def kernel_rows(
         yield row("loss_path", None, "full", "", f"{tokens} x {classes} {dtype}", costs)
     yield from _blocks(graph, plain, forwards, width, args)
     asked = "torch_compile" if getattr(args, "torch_compile", False) else None
-    if asked or reading["torch_compile"]:
-        breaks, ran = reading["graph_breaks"], f"{reading['compiled_modules']} modules" * reading["torch_compile"]
+    if asked or reading.torch_compile:
+        breaks, ran = reading.graph_breaks, f"{reading.compiled_modules} modules" if reading.torch_compile else ""
         repair = f"{breaks} graph breaks: `TORCH_LOGS=graph_breaks` names each line" if breaks else ""
         yield row("compiled", asked, ran, repair=repair)
     yield from _optimizer(trainer, own=own_optimizer)

@@ -21,10 +21,10 @@ import datasets
 import torch
 from transformers import AttentionMaskInterface
 
-from toolkit.engines.engine import Values
 from toolkit.engines.tensors import compute_dtype, dtype_name, without_adapters
 from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
+from toolkit.record.reading import RankReading
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, PackCollator
 
 TokenRow = dict[str, Any]  # a tokenised row or pack: `input_ids`, `labels`, and the columns of its data set
@@ -119,14 +119,14 @@ LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
 NEIGHBOUR_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 
-def verify_packing(trainer: Any) -> Values:
+def verify_packing(trainer: Any) -> RankReading:
     """Return the isolation of documents in the Trainer's packs; `packing` alone, and None, where nothing is packed.
 
     Two documents in one pack must have the losses that each has alone, and those must not move when the neighbour's
     tokens change. Collective. Raises AttestationFailed if documents attend to each other.
     """
     if not isinstance(getattr(trainer.data_collator, "collator", None), PackCollator):
-        return {"packing": None}
+        return RankReading(packing=None)
     model, dtype = trainer.model_wrapped, dtype_name(compute_dtype(trainer.args))
     config = trainer.accelerator.unwrap_model(model, keep_torch_compile=False).config
     # The same random tokens on every rank, drawn without touching the run's own random state.
@@ -154,12 +154,12 @@ def verify_packing(trainer: Any) -> Values:
         )
     # A mask is a tensor, or FlexAttention's `BlockMask` of several.
     parts = [part for mask in masks for part in (mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,))]
-    return {
-        "packing": "isolated",
-        "packing_loss_difference": from_alone,
-        "packing_neighbour_difference": by_neighbour,
-        "packing_mask_bytes": sum(p.untyped_storage().nbytes() for p in parts if isinstance(p, torch.Tensor)),
-    }
+    return RankReading(
+        packing="isolated",
+        packing_loss_difference=from_alone,
+        packing_neighbour_difference=by_neighbour,
+        packing_mask_bytes=sum(p.untyped_storage().nbytes() for p in parts if isinstance(p, torch.Tensor)),
+    )
 
 
 def _losses(trainer: Any, *packs: list[list[int]]) -> Sequence[torch.Tensor]:

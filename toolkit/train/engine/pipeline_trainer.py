@@ -19,13 +19,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import pad
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from toolkit.engines.engine import Values
 from toolkit.engines.tensors import dtype_names
 from toolkit.files.safe_loading import torch_load
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from toolkit.record.checkpoints import STAGE_OPTIMIZER
+from toolkit.record.reading import RankReading
 from toolkit.train.checkpointing import SCHEDULER
 from toolkit.train.data.collation import SUPERVISED_POSITIONS
 from toolkit.train.engine.pipeline_model import PipelineModel
@@ -215,7 +215,7 @@ class PipelineTrainer(SupervisedTrainer):
         tied = self.model.tied_weight
         return self.model.ranks.layout.dp_replicate * (2 if tied is not None and parameter is tied else 1)
 
-    def read_methods(self, plain: Any) -> Values:
+    def read_methods(self, plain: Any) -> RankReading:
         """Read this rank's live stages too, and the schedule that has run them."""
         schedule, mesh = self.schedule, plain.ranks.mesh
         stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
@@ -225,19 +225,19 @@ class PipelineTrainer(SupervisedTrainer):
         buffers = [getattr(received, "buffer", None) for info in infos for received in info]
         received = [buffer for buffer in buffers if buffer is not None]
         degrees = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
-        return super().read_methods(plain) | {
-            "engine": "pipeline",
-            "num_trainable_params": plain.num_params_of_all_stages(),  # all of them are trained
-            "layout": {name: degrees.get(name, 1) for name in DIMENSIONS},
-            "batch_group": [int(rank) for rank in dist.get_process_group_ranks(plain.ranks.pipeline)],
-            "pipeline_schedule": schedule_name(schedule),
-            "pipeline_stages": schedule._num_stages,
-            "micro_batches": schedule._n_microbatches,
-            "activation_dtype": dtype_names(received),
-            "stages": [stage.stage_index for stage in stages],
-            "layers": [int(name) for stage in plain.stages for name, _ in stage.decoder.model.layers.named_children()],
-            "tied_copy_bytes": sum(stage.tied_copy.nbytes for stage in plain.stages if stage.tied_copy is not None),
-        }
+        return super().read_methods(plain) | RankReading(
+            engine="pipeline",
+            num_trainable_params=plain.num_params_of_all_stages(),  # all of them are trained
+            layout={name: degrees.get(name, 1) for name in DIMENSIONS},
+            batch_group=[int(rank) for rank in dist.get_process_group_ranks(plain.ranks.pipeline)],
+            pipeline_schedule=schedule_name(schedule),
+            pipeline_stages=schedule._num_stages,
+            micro_batches=schedule._n_microbatches,
+            activation_dtype=dtype_names(received),
+            stages=[stage.stage_index for stage in stages],
+            layers=[int(name) for stage in plain.stages for name, _ in stage.decoder.model.layers.named_children()],
+            tied_copy_bytes=sum(stage.tied_copy.nbytes for stage in plain.stages if stage.tied_copy is not None),
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write this rank's weights as one file of a model folder. Collective."""

@@ -25,6 +25,7 @@ from toolkit.engines.tensors import without_adapters
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.observe.batches import IGNORED
+from toolkit.record.reading import RankReading
 from toolkit.train.data.collation import SUPERVISED_POSITIONS, Collator, next_labels, supervised_positions
 
 
@@ -253,15 +254,15 @@ def apply_loss(trainer: Any, arguments: ModelArguments) -> None:
             trainer.data_collator.adds_positions = True
 
 
-def read_loss(model: Any) -> dict[str, Any]:
+def read_loss(model: Any) -> RankReading:
     """Return which loss the live model computed: `chunked` only if it really did."""
     plain = without_adapters(model)
     chunked = getattr(plain, "chunked_loss", None)
     if chunked is not None and chunked.num_losses:
-        return {"loss": "chunked", "loss_chunk_tokens": chunked.chunk_tokens}
+        return RankReading(loss="chunked", loss_chunk_tokens=chunked.chunk_tokens)
     forward = getattr(plain.forward, "__func__", plain.forward)
     is_liger = "liger" in str(getattr(inspect.unwrap(forward), "__module__", ""))
-    return {"loss": "liger" if is_liger else "full", "loss_chunk_tokens": None}
+    return RankReading(loss="liger" if is_liger else "full", loss_chunk_tokens=None)
 
 
 def inner_head(plain: Any) -> Any:

@@ -1,0 +1,166 @@
+"""What one rank reads back from its live objects after its first step: written, compared and shown. No torch.
+
+>>> reading = RankReading(rank=1, engine="fsdp2") | RankReading(dp_shard_size=None)
+>>> reading.to_json()  # what was not read is absent, and what was read as nothing is None
+{'rank': 1, 'engine': 'fsdp2', 'dp_shard_size': None}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.record.columns import Bytes, Count
+
+Dtype = str | None
+"""torch's name, `bfloat16`; several are joined by `+`."""
+Setting = int | float | None
+
+
+class RankReading(BaseModel):
+    """The reading of one rank, as `attestation.json` has it. A docstring is of the fields above it too.
+
+    What an engine or a run does not have is not set. A reader of a part returns a reading of that part alone, and `|`
+    adds it to what was read before.
+    """
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    rank: Annotated[int, Field(strict=True)] = 0
+    world_size: Count | None = None
+    device: str | None = None
+    """As the Trainer has them."""
+    wrapper: str | None = None
+    """Class of the model's wrapper."""
+    engine: str | None = None
+    sharding: str | None = None
+    """`none`, `ddp`, `deepspeed`, `fsdp2` or `pipeline`; `replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard`
+    or `hybrid_shard`."""
+    parameter_disk_bytes: Bytes = None
+    optimizer_disk_bytes: Bytes = None
+    """DeepSpeed: the part of the next two that was only on a disk."""
+    parameter_bytes: Bytes = None
+    optimizer_bytes: Bytes = None
+    """Model states on this rank, [defined below](#bytes-of-the-model-states)."""
+    compute_dtype: Dtype = None
+    master_dtype: Dtype = None
+    optimizer_dtype: Dtype = None
+    """Dtypes of forward and backward, of the weights that the optimizer updates, and of its states."""
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    """`cpu`, `nvme` or null."""
+    gradient_clipping: Setting = None
+    """Clipping threshold of the gradient norm."""
+    adam_w_mode: bool | None = None
+    """True if DeepSpeed's CPU Adam decouples weight decay."""
+    fsdp2_groups: Count | None = None
+    """FSDP2: groups of parameters that are gathered together; 1 is the whole model."""
+    dp_shard_size: Count | None = None
+    """FSDP2: ranks that share one copy of the model."""
+    optimizer_class: str | None = None
+    """Package and class of the inner optimizer: `torch.AdamW`."""
+    optimizer_paged: bool | None = None
+    """True if bitsandbytes may page the states to the host."""
+    frozen_dtype: Dtype = None
+    """Dtype of frozen weights, 4-bit ones apart; null where all are trained."""
+    gradient_bytes: Bytes = None
+    """Model states on this rank too."""
+    gradient_dtype: Dtype = None
+    reduce_dtype: Dtype = None
+    """Dtypes of the gradients (not verified under DeepSpeed) and of
+    [their reduction](../concepts/numerics.md#gradient-reduction)."""
+    quantized_bytes: Bytes = None
+    quantization_constant_bytes: Bytes = None
+    quantized_storage_dtype: Dtype = None
+    """Packed 4-bit weights and their constants in `parameter_bytes`, and their stored dtype; null without."""
+    load_in_4bit: bool | None = None
+    """True for a base model in 4 bits."""
+    num_params: Count | None = None
+    num_trainable_params: Count | None = None
+    """Parameters of the complete model, LoRA adapters included."""
+    activation_checkpointing: bool | None = None
+    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured)."""
+    activation_checkpointing_offload: bool | None = None
+    """True if checkpointed activations are in host memory."""
+    seed: int | None = None
+    """Seed of the process's random state."""
+    torch_compile: bool | None = None
+    compiled_modules: Count | None = None
+    graph_breaks: Count | None = None
+    """True if a graph was compiled; compiled modules, one per decoder layer; places where a graph ended within a
+    layer."""
+    neftune_noise_alpha: Setting = None
+    """The noise on the embedding, or null."""
+    attn_implementation: str | None = None
+    """The attention in use."""
+    layout: dict[str, Count] | None = None
+    """Degrees of parallelism: `dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`; null for data parallelism
+    alone."""
+    batch_group: list[int] | None = None
+    """Ranks with the same rows as this one; null for data parallelism alone."""
+    other_models: dict[str, dict[str, Any]] | None = None
+    """Models beside the trained one, by the Trainer's attribute (`ref_model`): `sharding` (`replicate` or
+    `full_shard`), `dtype`, `bytes` on this rank, `whole_bytes`, `fsdp2_groups`."""
+    ddp_comm_hook: str | None = None
+    """The gradient hook in use; null without one. `reduce_dtype` is then the dtype that it sent."""
+    loss: str | None = None
+    loss_chunk_tokens: Count | None = None
+    """The loss that ran: `chunked`, with the tokens of a chunk, `liger` or `full`."""
+    pipeline_schedule: str | None = None
+    pipeline_stages: Count | None = None
+    micro_batches: Count | None = None
+    """Pipelines: schedule, stages, and micro-batches of a step."""
+    activation_dtype: Dtype = None
+    """Pipelines: dtype of activations between stages."""
+    stages: list[int] | None = None
+    layers: list[int] | None = None
+    """Pipelines: the stages and layers of this rank."""
+    tied_copy_bytes: Bytes = None
+    """Pipelines: the second copy of a tied embedding in `parameter_bytes`."""
+    kernels: list[dict[str, Any]] | None = None
+    """The rank's [fast paths](#kernels); absent where they were not read."""
+    documents: str | None = None
+    attention: str | None = None
+    experts: str | None = None
+    mixers: str | None = None
+    loss_path: str | None = None
+    recomputed_blocks: str | None = None
+    optimizer_path: str | None = None
+    """What ran, from its row in `kernels`; absent without such a row."""
+    byte_limits: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    whole_bytes: dict[str, int] = Field(default_factory=dict)
+    """Lowest and highest bytes that the sharding allows this rank for each part; the part without sharding."""
+    expected_optimizer_dtype: Dtype = None
+    """Expected dtypes of the states, for optimizers other than fp32 AdamW."""
+    accumulate: str | None = None
+    accumulated_gradient_bytes: Bytes = None
+    """Gradients after the first accumulation step: `sharded` or `whole`, and their bytes; null and absent with one
+    step."""
+    initial_weights_sha256: str | None = None
+    """Digest of all unsharded weights before the first step, rounded to the compute dtype: equal on all ranks and
+    presets of a comparison."""
+    packing: str | None = None
+    """`isolated`: documents of a pack do not attend to each other; null without `packing`, and in a rehearsal."""
+    packing_loss_difference: float | None = None
+    packing_neighbour_difference: float | None = None
+    """Mean difference of a token's loss between packed and alone, and when only the neighbouring document changes."""
+    packing_mask_bytes: Bytes = None
+    """Bytes of the attention masks made for the test documents; 0 without a mask."""
+    replicas: str | None = None
+    """`equal`, `different`, `no_sync` (DDP exchanged no gradient) or `local_sgd`; null where no other rank holds the
+    same weights."""
+    learning_rates: list[float] | None = None
+    optimizer_steps: Count | None = None
+    """Learning rates of the first step, and steps that the optimizer's states count (0 without a count)."""
+    first_rows_sha256: str | None = None
+    """Digest of the first step's batches."""
+    clipped: bool | None = None
+    """True if the first step's gradient norm was above the threshold; null where no norm is known."""
+
+    def __or__(self, other: RankReading) -> RankReading:
+        return self.model_copy(update={name: getattr(other, name) for name in other.model_fields_set})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was read, by name."""
+        return self.model_dump(exclude_unset=True)
