@@ -26,7 +26,7 @@ from record import ROOT, print_table, write_result
 from small_job import fork_runs_on_cpus, small_model, words
 
 from toolkit.compare.commands import check_comparison
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, TrialRecord
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord
 from toolkit.compare.significance import common_steps, ratio_confidence
 from toolkit.compare.specification import make_specification, open_comparison
 from toolkit.tune.commands import compare_options
@@ -67,12 +67,12 @@ def compare(options: TuneOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]
     """Replay the search on the trials; return facts about it and about all trials, and a row per setting."""
     field = make_field(options, OWN)
     records = Ledger(options.output_dir / LEDGER_FILE).read()
-    trials = [record for record in records.values() if isinstance(record, TrialRecord)]
+    trials = [record for record in records.values() if record.kind == "trial"]
     finished = Counter(trial.preset for trial in trials)
     rounds = min(finished[setting.name] for setting in field.settings)
     trials = [trial for trial in trials if trial.repeat < rounds]
     spec = make_specification(compare_options(replace(options, rounds=rounds), field))
-    seen: dict[str, TrialRecord] = {}
+    seen: dict[str, LedgerRecord] = {}
     while (standing := stand(field.settings, spec, seen)).missing:
         trial = trial_of(standing.missing[0], spec, standing.round - 1).id
         seen[trial] = next(record for record in trials if record.trial == trial)

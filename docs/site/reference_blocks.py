@@ -27,7 +27,7 @@ import toolkit.presets
 from toolkit.cli.program import app
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
-from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, RunRecord, Timeline, TimelineRank
+from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, Run, Timeline, TimelineRank
 from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
@@ -51,7 +51,7 @@ OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
 RESULTS_MODELS: dict[str, type[Model]] = {
     model.__name__: model
     for model in (
-        *(Results, Environment, InstalledGpu, Disk, ComparedJob, ComparisonMethod, Row, RunRecord, Failure, Probe),
+        *(Results, Environment, InstalledGpu, Disk, ComparedJob, ComparisonMethod, Row, Run, Failure, Probe),
         *(MemoryByPhase, FlopsPerToken, Timeline, TimelineRank),
     )
 }
@@ -444,7 +444,7 @@ def results_table(name: str) -> str:
     """
     model, measured = RESULTS_MODELS[name], {*Measurements().summary()}
     keys = [*model.model_fields]
-    if model is RunRecord:
+    if model is Run:
         keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
     explained = [key for key in keys if not (model is Row and key in measured)]
     listed = definitions({key: " ".join((model.model_fields[key].description or "").split()) for key in explained})

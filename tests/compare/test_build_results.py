@@ -11,7 +11,7 @@ from comparison_records import aggregate_rows, comparison, failure, node, row, t
 
 from toolkit.compare.build_results import side_run_columns, with_efficiency
 from toolkit.compare.comparison_report import json_text
-from toolkit.compare.ledger import Ledger, SideRunRecord, TrialRecord
+from toolkit.compare.ledger import Ledger, LedgerRecord
 from toolkit.compare.results import load_results
 from toolkit.compare.rows import FlopsPerToken, Row, RowKey
 from toolkit.compare.specification import open_comparison
@@ -28,7 +28,7 @@ ROW = row(tokens_per_second_per_gpu=500.0, non_padding_tokens_per_second=800.0, 
 ATTENTION = 12 * 2 * 64 * 95
 
 
-def row_of(*trials: TrialRecord) -> Row:
+def row_of(*trials: LedgerRecord) -> Row:
     return aggregate_rows(comparison("ddp", repeats=len(trials)), *trials)["ddp-n2"]
 
 
@@ -103,7 +103,7 @@ def test_a_stopped_comparison_is_reported_from_its_files_with_the_node_of_its_tr
     assert (stopped.environment.cpu, stopped.environment.versions) == ("Z80", {"torch": "9"})
     ledger.append(trial("ddp", 1))  # resumed, and stopped again
     assert "Interrupted, of finished trials (3) only. " in run_command(["report", str(tmp_path)], capsys)[1]
-    (tmp_path / "results.json").write_text(json_text(stopped.updated(unfinished=False, trials=[trial("ddp", 0)] * 3)))
+    (tmp_path / "results.json").write_text(json_text(stopped.updated(unfinished=False, trials=(trial("ddp", 0),) * 3)))
     assert "Interrupted" not in run_command(["report", str(tmp_path)], capsys)[1]
 
 
@@ -143,9 +143,9 @@ def test_a_row_has_only_the_columns_of_its_own_completed_side_runs() -> None:
     profile = {"communication_fraction": 0.25, "exposed_communication_fraction": 0.1}
     save = {"save_seconds": 3.0, "save_bytes": 7}
     records = [
-        SideRunRecord.of(trial("ddp", 0), trial="ddp-n2-profile", kinds=["profile"], **profile),
-        SideRunRecord.of(trial("ddp", 0), trial="ddp-n2-save", kinds=["save"], status="failed", **save),
-        SideRunRecord.of(trial("zero2", 0), trial="zero2-n2-save", kinds=["save"], **save),
+        trial("ddp", 0).updated(trial="ddp-n2-profile", kind="side_run", kinds=("profile",), **profile),
+        trial("ddp", 0).updated(trial="ddp-n2-save", kind="side_run", kinds=("save",), status="failed", **save),
+        trial("zero2", 0).updated(trial="zero2-n2-save", kind="side_run", kinds=("save",), **save),
         trial("ddp", 0),
     ]
     by_name = {record.trial: record for record in records}

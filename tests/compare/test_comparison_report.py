@@ -29,7 +29,7 @@ from results_documents import (
 from toolkit.__main__ import main
 from toolkit.compare.commands import write_report_again
 from toolkit.compare.results import Results, load_results
-from toolkit.compare.rows import Row, RunRecord
+from toolkit.compare.rows import Row, Run
 from toolkit.errors import ToolkitError
 
 
@@ -171,6 +171,6 @@ def test_a_copy_of_results_beside_others_never_replaces_their_report(results: Do
     assert (tmp_path / "results.json").read_text() == "another comparison's"
 
 
-@pytest.mark.parametrize("model", [Results, Row, RunRecord])
-def test_every_key_is_declared_with_its_meaning(model: type[Results | Row | RunRecord]) -> None:
+@pytest.mark.parametrize("model", [Results, Row, Run])
+def test_every_key_is_declared_with_its_meaning(model: type[Results | Row | Run]) -> None:
     assert all((field.description or "").endswith(".") for field in model.model_fields.values())

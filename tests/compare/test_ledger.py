@@ -13,7 +13,6 @@ from comparison_records import comparison, comparison_runner, probe, trial
 
 from toolkit.compare.ledger import (
     Ledger,
-    SideRunRecord,
     comparison_lock,
     probes_of,
     read_run_record,
@@ -21,7 +20,7 @@ from toolkit.compare.ledger import (
     side_runs_of,
     trials_of,
 )
-from toolkit.compare.rows import RowKey, RunRecord, Trial
+from toolkit.compare.rows import RowKey, Run, Trial
 from toolkit.errors import ToolkitError
 from toolkit.record.folder import RunFolder, write_json
 from toolkit.record.measurements import MemoryByPhase
@@ -51,7 +50,7 @@ def test_a_line_cut_off_by_a_kill_is_dropped_at_any_byte(ledger: Ledger, tmp_pat
 
 
 def test_a_record_is_read_as_it_was_appended(ledger: Ledger) -> None:
-    side_run = SideRunRecord.of(trial("zero2", 0), trial="zero2-n2-save", kinds=["save"], save_bytes=7)
+    side_run = trial("zero2", 0).updated(trial="zero2-n2-save", kind="side_run", kinds=("save",), save_bytes=7)
     trials = [trial("zero2", 1), trial("zero2", 0), trial("zero2-n2", 0)]  # a variant may be called `zero2-n2`
     records = [*trials, probe("zero2", 8), probe("zero2", 4), side_run]
     for record in records:
@@ -69,7 +68,7 @@ def test_a_record_is_read_as_it_was_appended(ledger: Ledger) -> None:
         ({"step_seconds": ["1"] * 8}, "step_seconds[0] is '1', expected a valid number"),
         ({"step_non_padding_tokens": [90] * 7}, "must reach the last timed step, 8"),
         ({"kind": "probe"}, "it has no per_device_train_batch_size"),
-        ({"kind": None}, "kind is None, expected trial, probe, side_run"),
+        ({"kind": None}, "kind is None, expected 'trial', 'probe' or 'side_run'"),
     ],
 )
 def test_a_damaged_record_is_named_with_its_line(ledger: Ledger, changes: dict[str, Any], message: str) -> None:
@@ -96,7 +95,7 @@ def test_two_runners_never_share_a_folder(tmp_path: Path) -> None:
 # Records of run folders
 
 
-def read(folder: Path) -> RunRecord:
+def read(folder: Path) -> Run:
     return read_run_record(Trial(row=ZERO2, repeat=0), RunFolder(folder), folder, untimed_steps=2)
 
 
@@ -142,7 +141,7 @@ def test_a_profiled_run_has_communication_a_timeline_and_a_checkpoint(tmp_path: 
     profile = {"last_step": 3, "steps": [step(0, 1.0, 0.5, 0.1), step(1, 1.0, 0.3, 0.1)], "timeline": drawn}
     saves = [{"kind": "checkpoint", "step": 3, "seconds": 2.5, "bytes": 77}]
     write_json(tmp_path / "run.json", {"profile": profile, "saves": saves})
-    found = read_side_run(trial("zero2", 0), RunFolder(tmp_path), ["profile", "save"])
+    found = read_side_run(trial("zero2", 0), "zero2-n2-profile-save", RunFolder(tmp_path), ["profile", "save"])
     assert (found.communication_fraction, found.exposed_communication_fraction) == (0.4, 0.1)
     assert (found.save_seconds, found.save_bytes) == (2.5, 77)
     assert found.timeline is not None

@@ -9,7 +9,7 @@ import pytest
 from command_line import run_command
 from comparison_records import comparison, comparison_on_gpus, planned_step_seconds, probe, trial
 
-from toolkit.compare.ledger import Ledger, SideRunRecord
+from toolkit.compare.ledger import Ledger
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import announcement, dry_run_text, expected_duration, planned_columns, planned_memory
 from toolkit.compare.rows import RowKey
@@ -61,7 +61,7 @@ def test_a_row_s_own_trials_come_before_the_planner_and_other_rows_trials_after_
     assert planned.source == "planner"
     assert expected_duration(ZERO2, others, spec, shape=shape, gpu=None) == (70.0, 70.0, "other trials")
     on_cpu = comparison_on_gpus(tiny_model, cpu=True)
-    profile = SideRunRecord.of(trial("zero2", 0, wall_seconds=9.0), trial="zero2-n2-profile", kinds=["profile"])
+    profile = trial("zero2", 0, wall_seconds=9.0).updated(trial="zero2-n2-profile", kind="side_run", kinds=("profile",))
     records = {"zero2-n2-b4": probe("zero2", 4, wall_seconds=9.0), "zero2-n2-profile": profile}  # not trials
     assert expected_duration(ZERO2, records, on_cpu, shape=shape, gpu=H100) is None
 

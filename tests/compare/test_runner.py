@@ -22,7 +22,7 @@ from launching import ROOT, TINY_SIZES, read
 from random_models import random_llama
 
 from toolkit.compare.build_results import aggregate_trials
-from toolkit.compare.ledger import Ledger, ProbeRecord, probes_of
+from toolkit.compare.ledger import Ledger, LedgerRecord, probes_of
 from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import Failure, RowKey
 from toolkit.compare.runner import ConsoleProgress, find_largest_batches, search
@@ -55,10 +55,10 @@ def test_a_pipe_gets_the_steps_of_a_trial_once_per_minute(
     assert printed == [" starting", " step 2/8  loss 2.0000", " step 4/8  loss 2.0000"]
 
 
-def oracle(limit: int, tried: list[int], *, why: str = "out_of_memory") -> Callable[[int], ProbeRecord]:
+def oracle(limit: int, tried: list[int], *, why: str = "out_of_memory") -> Callable[[int], LedgerRecord]:
     """A probe that completes up to `limit`, and adds each size to `tried`."""
 
-    def run(size: int) -> ProbeRecord:
+    def run(size: int) -> LedgerRecord:
         tried.append(size)
         return probe("ddp", size, status="completed" if size <= limit else why)
 
@@ -77,7 +77,7 @@ def test_a_search_killed_after_each_probe_resumes_where_it_stopped(tmp_path: Pat
     ledger, tried = Ledger(tmp_path / "ledger.jsonl"), list[int]()
     run = oracle(5, tried)
 
-    def killed_probe(size: int) -> ProbeRecord:
+    def killed_probe(size: int) -> LedgerRecord:
         ledger.append(run(size))
         raise KeyboardInterrupt
 

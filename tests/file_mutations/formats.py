@@ -26,7 +26,6 @@ from file_mutations.attempts import ROOT, Case, Command, call, command
 from file_mutations.edits import edited, json_text
 from toolkit.compare.build_results import build_results
 from toolkit.compare.comparison_report import write_report
-from toolkit.compare.ledger import SideRunRecord
 from toolkit.compare.specification import open_comparison
 from toolkit.data.data_files import check_file, iter_rows
 from toolkit.data.formats import to_sample
@@ -281,7 +280,9 @@ def comparison_formats() -> list[Format]:
     records = [
         *(trial(preset, repeat) for repeat in (0, 1) for preset in ("ddp", "other")),
         probe("ddp", 4, status="out_of_memory"),
-        SideRunRecord.of(trial("ddp", 0), trial="ddp-n2-profile", kinds=["profile"], communication_fraction=0.25),
+        trial("ddp", 0).updated(
+            trial="ddp-n2-profile", kind="side_run", kinds=("profile",), communication_fraction=0.25
+        ),
     ]
     ledger = {
         "cmp/comparison.json": json.dumps(comparison("ddp", "other", repeats=2).as_json()).encode(),

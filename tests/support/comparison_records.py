@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare.build_results import aggregate_trials
-from toolkit.compare.ledger import ProbeRecord, TrialRecord
+from toolkit.compare.ledger import LedgerRecord
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial
@@ -72,7 +72,7 @@ def trial(
     slower: float = 1.0,
     problem: dict[str, Any] | None = None,
     **changes: Any,
-) -> TrialRecord:
+) -> LedgerRecord:
     """A completed trial of eight steps, the first two untimed; `slower` multiplies its step times."""
     facts = {
         **{"ranks": world_size, "world_size": world_size, "engine": "ddp", "sharding": "replicate", "packing": None},
@@ -95,14 +95,15 @@ def trial(
         **{"run_folder": f"trials/{preset}-n{world_size}-r{repeat}", "command": "", "peak_host_bytes": 1000 + repeat},
         "peak_rank": repeat % 2,
     }
-    return TrialRecord.model_validate(known | changes)
+    return LedgerRecord.model_validate(known | changes)
 
 
-def probe(preset: str, size: int, *, world_size: int = 2, **changes: Any) -> ProbeRecord:
+def probe(preset: str, size: int, *, world_size: int = 2, **changes: Any) -> LedgerRecord:
     """A completed run of one micro-batch, as the search for the largest one records it."""
     record = trial(preset, 0, world_size=world_size)
     name = f"{record.key.name}-b{size}"
-    return ProbeRecord.of(record, trial=name, per_device_train_batch_size=size, **changes)
+    known = {"trial": name, "kind": "probe", "per_device_train_batch_size": size}
+    return LedgerRecord.model_validate(dict(record) | known | changes)
 
 
 def failure(status: str, **changes: Any) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def node(device: str, *gpus: dict[str, Any]) -> Environment:
 
 
 def aggregate_rows(
-    spec: ComparisonSpec, *trials: TrialRecord, unsupported: dict[str, str] | None = None
+    spec: ComparisonSpec, *trials: LedgerRecord, unsupported: dict[str, str] | None = None
 ) -> dict[str, Row]:
     rows, _ = aggregate_trials({record.trial: record for record in trials}, spec, unsupported or {})
     return {row.trial: row for row in rows}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from comparison_records import comparison, trial
 
-from toolkit.compare.ledger import TrialRecord
+from toolkit.compare.ledger import LedgerRecord
 from toolkit.tune.field import YOURS, Field, NotTried, Setting
 from toolkit.tune.options import TuneOptions
 from toolkit.tune.report import result_json, result_lines
@@ -21,7 +21,7 @@ SLOWER = {YOURS: 1.5, "fast": 1.0, "slow": 3.0, "alike": 1.0}
 NOISE = {0: 1.002, 1: 0.9995, 2: 1.0}  # of `alike`, by repeat
 
 
-def ran(*repeats: int, settings: tuple[str, ...] = NAMES, **changes: dict[str, Any]) -> dict[str, TrialRecord]:
+def ran(*repeats: int, settings: tuple[str, ...] = NAMES, **changes: dict[str, Any]) -> dict[str, LedgerRecord]:
     """Trials of settings in rounds; `changes` are those of a setting's trials, by its name."""
     made = [
         trial(name, repeat, **({"slower": _slower(name, repeat)} | changes.get(name, {})))

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare import significance
-from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, TrialRecord, probes_of, side_runs_of
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, SideRunKind, probes_of, side_runs_of
 from toolkit.compare.parity import check_parity, design_group
 from toolkit.compare.predictions import planned_columns, read_shape
 from toolkit.compare.results import RESULTS_FILE, ComparedJob, ComparisonMethod, Environment, Results, load_results
-from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, RunRecord, TrainedProblem
+from toolkit.compare.rows import NOT_SUPPORTED, Failure, FlopsPerToken, Probe, Row, RowKey, Run, TrainedProblem
 from toolkit.compare.specification import SPEC_FILE, ComparisonSpec, with_largest_batches
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json_object
@@ -38,7 +38,7 @@ from toolkit.record.run_files import read_run
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR
 
 # What a row takes from one of its repeats: every key that both have.
-FROM_TRIAL = tuple(key for key in Row.model_fields if key in RunRecord.model_fields)
+FROM_TRIAL = tuple(key for key in Row.model_fields if key in Run.model_fields)
 # The rules that combine repeats: where all completed, and where some failed too.
 OF_COMPLETED = (Repeats.GEOMETRIC_MEAN, Repeats.MEDIAN, Repeats.LARGEST)
 OF_ALL = (Repeats.MEDIAN_OF_ALL, Repeats.LARGEST_OF_ALL, Repeats.UNION_OF_ALL)
@@ -61,7 +61,7 @@ def unfinished_results(folder: Path, price_per_gpu_hour: float | None) -> Result
         return None
     spec = ComparisonSpec.model_validate(read_json_object(folder / SPEC_FILE))
     records = Ledger(folder / LEDGER_FILE).read()
-    trials = [record for record in records.values() if isinstance(record, TrialRecord)]
+    trials = [record for record in records.values() if record.kind == "trial"]
     if (folder / RESULTS_FILE).exists() and len(load_results(folder).trials) >= len(trials):
         return None
     if not trials:
@@ -141,7 +141,7 @@ def at_price(results: Results, price_per_gpu_hour: float) -> Results:
         speed = row.non_padding_tokens_per_second
         gpus_per_token = None if results.on_cpu or not speed else row.world_size / SECONDS_PER_HOUR / speed * 10**6
         rows.append(row.updated(cost_per_million_tokens=gpus_per_token and price_per_gpu_hour * gpus_per_token))
-    return results.updated(rows=rows, price_per_gpu_hour=price_per_gpu_hour)
+    return results.updated(rows=tuple(rows), price_per_gpu_hour=price_per_gpu_hour)
 
 
 def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
@@ -162,12 +162,13 @@ def _environment(spec: ComparisonSpec, folder: Path) -> Environment:
 
 def aggregate_trials(
     records: Mapping[str, LedgerRecord], spec: ComparisonSpec, unsupported: Mapping[str, str]
-) -> tuple[list[Row], list[RunRecord]]:
+) -> tuple[list[Row], list[Run]]:
     """Return rows in the order of the options, and trials in running order. `unsupported`: row name to reason."""
-    by_row: dict[RowKey, list[TrialRecord]] = {row: [] for row in spec.rows()}
-    trials = []
+    by_row: dict[RowKey, list[Run]] = {row: [] for row in spec.rows()}
+    trials = list[Run]()
     for trial in spec.trials():
-        if isinstance(record := records.get(trial.id), TrialRecord):
+        record = records.get(trial.id)
+        if record is not None and record.kind == "trial":
             by_row[trial.row].append(record)
             trials.append(record)
     common = {
@@ -177,14 +178,20 @@ def aggregate_trials(
     rows = []
     for key, repeats in by_row.items():
         if key.name in unsupported:
-            row = Row(trial=key.name, preset=key.preset, world_size=key.world_size, status=NOT_SUPPORTED)
-            row = row.updated(message=unsupported[key.name], failure=Failure(kind=NOT_SUPPORTED))
+            row = Row(
+                trial=key.name,
+                preset=key.preset,
+                world_size=key.world_size,
+                status=NOT_SUPPORTED,
+                message=unsupported[key.name],
+                failure=Failure(kind=NOT_SUPPORTED),
+            )
         elif repeats:
             row = _row(key, repeats, common[key.world_size])
         else:
             continue
         rows.append(row.updated(group=design_group(spec, key, repeats)))
-    rows = [row.updated(**check_parity(row, by_row, spec)) for row in rows]
+    rows = [row.with_parity(*check_parity(row, by_row, spec)) for row in rows]
     speeds = {
         row.key: significance.speeds_of(by_row[row.key], common[row.world_size], padding=False)
         for row in rows
@@ -195,11 +202,11 @@ def aggregate_trials(
         for row in rows
     ]
     rows = [row.updated(rank=significance.rank_of(row, rows, speeds)) for row in rows]
-    parity = {row.key: {"parity": row.parity, "parity_message": row.parity_message} for row in rows if row.parity}
-    return rows, [trial.updated(**parity.get(trial.key, {})) for trial in trials]  # without the speeds of a failed row
+    parity = {row.key: (row.parity, row.parity_message) for row in rows}
+    return rows, [trial.with_parity(*parity[trial.key]) if parity[trial.key][0] else trial for trial in trials]
 
 
-def _row(key: RowKey, trials: Sequence[TrialRecord], steps: int) -> Row:
+def _row(key: RowKey, trials: Sequence[Run], steps: int) -> Row:
     """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
     failed = next((trial for trial in trials if not trial.completed), None)
     order = sorted(zip(significance.speeds_of(trials, steps), range(len(trials)), strict=True))
@@ -236,7 +243,7 @@ def _combined(rule: Repeats | None, values: list[Any]) -> Any:
     return max_memory_by_phase(known) if isinstance(known[0], MemoryByPhase) else max(known)
 
 
-def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
+def _speeds(trials: Sequence[Run], steps: int) -> dict[str, Any]:
     """Speeds over the first timed steps; unknown where none is timed, or where no tokens were counted."""
     speeds = significance.speeds_of(trials, steps) if steps else []
     uncounted = not any(count for trial in trials for count in trial.step_tokens)  # a script's batches do not show them
@@ -262,7 +269,7 @@ def _speeds(trials: Sequence[TrialRecord], steps: int) -> dict[str, Any]:
 
 def _with_derived_columns(
     row: Row,
-    trials: Sequence[RunRecord],
+    trials: Sequence[Run],
     records: Mapping[str, LedgerRecord],
     spec: ComparisonSpec,
     shape: ModelShape | None,
@@ -284,12 +291,12 @@ def _with_derived_columns(
         **planned,
         failure=with_plan(row.failure, planned),
         per_device_train_batch_size=_numbers(spec, row.key, trials).per_device_train_batch_size,
-        probes=None if spec.find_max_batch is None else probes,
+        probes=None if spec.find_max_batch is None else tuple(probes),
         **side_run_columns(records, row.key),
     )
 
 
-def _numbers(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> Job | TrainedProblem:
+def _numbers(spec: ComparisonSpec, row: RowKey, trials: Sequence[Run]) -> Job | TrainedProblem:
     """Return seed and batch of a row: by its job, or as the Trainer of somebody's own script had them."""
     if not spec.script_or_module:
         return spec.job(row)
@@ -305,9 +312,7 @@ def side_run_columns(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[s
     return columns
 
 
-def with_efficiency(
-    row: Row, trials: Sequence[RunRecord], *, shape: ModelShape | None, environment: Environment
-) -> Row:
+def with_efficiency(row: Row, trials: Sequence[Run], *, shape: ModelShape | None, environment: Environment) -> Row:
     """Return the row with its FLOPs per token and their shares of the GPU's dense peak; what is unknown is None.
 
     The sequence length (tokens of the timed steps, padding included, over their sequences), the activation

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from toolkit.compare.rows import RowKey, RunRecord, SideRunFigures, TrainedProblem, Trial
-from toolkit.errors import ToolkitError, shown
+from toolkit.compare.rows import RowKey, Run, SideRunFigures, Timeline, TimelineRank, TrainedProblem, Trial
+from toolkit.errors import ToolkitError
 from toolkit.files.documents import complete_bytes, explain, read_json_lines
 from toolkit.parallel.layout import DIMENSIONS, ParallelLayout
 from toolkit.record import run_files, status
@@ -37,47 +37,30 @@ SPECIFIED = (
     *("learning_rate", "seed", "max_steps"),
 )
 # What ranks read of both: bytes are those of the fullest rank, everything else is the first one's.
-READ_OF_RUN = RankReading.model_fields.keys() & RunRecord.model_fields.keys() - {"layout", "kernels"}
+READ_OF_RUN = RankReading.model_fields.keys() & Run.model_fields.keys() - {"layout", "kernels"}
 READ_OF_PROBLEM = RankReading.model_fields.keys() & TrainedProblem.model_fields.keys() - {"layout", *SPECIFIED}
 
 
-class _Record(RunRecord):
-    @classmethod
-    def of(cls, run: RunRecord, **changes: Any) -> Self:
-        """Return what a run measured as a record of this kind, with other values of some fields."""
-        return cls.model_validate({key: getattr(run, key) for key in RunRecord.model_fields} | changes)
+class LedgerRecord(SideRunFigures, Run):
+    """A run as a line of the ledger."""
+
+    kind: Literal["trial", "probe", "side_run"] = "trial"
+    """A repeat of a row; a short run at one per-GPU batch, from the search for the largest that runs; or a run that no
+    speed counts: with a profile, a complete checkpoint, or both."""
+    per_device_train_batch_size: PositiveCount | None = None
+    """The batch of a probe."""
+    kinds: tuple[SideRunKind, ...] = ()
+    """What a side run measures."""
 
     @model_validator(mode="after")
-    def _timed_steps_are_counted(self) -> Self:
+    def _is_complete(self) -> Self:
+        if self.kind == "probe" and self.per_device_train_batch_size is None:
+            raise ValueError("it has no per_device_train_batch_size")
         last = max(self.timed_step_numbers, default=0)
         counts = (self.step_seconds, self.step_tokens, self.step_non_padding_tokens, self.step_supervised_tokens)
         if any(0 < len(each) < last for each in counts):
             raise ValueError(f"step_seconds and the counts of tokens must reach the last timed step, {last}")
         return self
-
-
-class TrialRecord(_Record):
-    """A trial: one repeat of a row."""
-
-    kind: Literal["trial"] = "trial"
-
-
-class ProbeRecord(_Record):
-    """A short run at one per-GPU batch, from the search for the largest that runs."""
-
-    kind: Literal["probe"] = "probe"
-    per_device_train_batch_size: PositiveCount
-
-
-class SideRunRecord(SideRunFigures, _Record):
-    """A run that no speed counts: with a profile, a complete checkpoint, or both."""
-
-    kind: Literal["side_run"] = "side_run"
-    kinds: tuple[SideRunKind, ...]
-
-
-LedgerRecord = TrialRecord | ProbeRecord | SideRunRecord
-_KINDS: dict[str, type[LedgerRecord]] = {"trial": TrialRecord, "probe": ProbeRecord, "side_run": SideRunRecord}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +75,8 @@ class Ledger:
         if not self.path.exists():
             return records
         for name, content in read_json_lines(self.path, hint=DAMAGED_LINE):
-            kind = content.get("kind")
-            if not isinstance(kind, str) or kind not in _KINDS:
-                raise ToolkitError(f"{name}: kind is {shown(kind)}, expected {', '.join(_KINDS)}", hint=DAMAGED_LINE)
             try:
-                record = _KINDS[kind].model_validate(content)
+                record = LedgerRecord.model_validate(content)
             except ValidationError as error:
                 raise ToolkitError(f"{name}: {explain(error)}", hint=DAMAGED_LINE) from None
             records[record.trial] = record
@@ -118,34 +98,33 @@ class Ledger:
             ) from None
 
 
-def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[TrialRecord]:
+def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[LedgerRecord]:
     """Return a row's trials by repeat."""
-    found = [record for record in records.values() if isinstance(record, TrialRecord) and record.key == row]
-    return sorted(found, key=lambda trial: trial.repeat)
+    trials = [record for record in records.values() if record.kind == "trial" and record.key == row]
+    return sorted(trials, key=lambda trial: trial.repeat)
 
 
-def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> TrialRecord | None:
+def failed_repeat(records: Mapping[str, LedgerRecord], trial: Trial) -> LedgerRecord | None:
     """Return another repeat of the trial's row that failed; what ran out of memory once would do so again."""
     repeats = trials_of(records, trial.row)
     return next((record for record in repeats if record.trial != trial.id and not record.completed), None)
 
 
-def probes_of(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[int, ProbeRecord]:
+def probes_of(records: Mapping[str, LedgerRecord], row: RowKey) -> dict[int, LedgerRecord]:
     """Return a row's probes by per-GPU batch, ascending."""
-    found = [record for record in records.values() if isinstance(record, ProbeRecord) and record.key == row]
-    sizes = {probe.per_device_train_batch_size: probe for probe in found}
-    return dict(sorted(sizes.items()))
+    probes = [record for record in records.values() if record.kind == "probe" and record.key == row]
+    sizes = {probe.per_device_train_batch_size: probe for probe in probes}
+    return {size: sizes[size] for size in sorted(size for size in sizes if size is not None)}
 
 
-def completed_sizes(probes: Iterable[ProbeRecord]) -> list[int]:
+def completed_sizes(probes: Mapping[int, LedgerRecord]) -> list[int]:
     """Return the per-GPU batches that ran."""
-    return [probe.per_device_train_batch_size for probe in probes if probe.completed]
+    return [size for size, probe in probes.items() if probe.completed]
 
 
-def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRunKind) -> list[SideRunRecord]:
+def side_runs_of(records: Mapping[str, LedgerRecord], row: RowKey, kind: SideRunKind) -> list[LedgerRecord]:
     """Return a row's side runs of one kind, in the order in which they ended."""
-    found = [record for record in records.values() if isinstance(record, SideRunRecord) and record.key == row]
-    return [record for record in found if kind in record.kinds]
+    return [record for record in records.values() if kind in record.kinds and record.key == row]
 
 
 @contextlib.contextmanager
@@ -162,7 +141,7 @@ def comparison_lock(folder: Path) -> Iterator[None]:
 
 def read_run_record(
     trial: Trial, folder: RunFolder, comparison_folder: Path, *, untimed_steps: int, position: int = 0
-) -> RunRecord:
+) -> LedgerRecord:
     """Return everything that a finished run's folder shows. Raises ToolkitError for a damaged file in it."""
     run = run_files.read_run(folder)
     failure = run_files.read_run_file(folder.failure_json, run_files.RecordedFailure)
@@ -176,7 +155,7 @@ def read_run_record(
     startup = None if begun is None or run.started_unix is None else begun - run.started_unix
     try:
         problem = trained_problem(run, attestation)
-        return RunRecord.model_validate(
+        return LedgerRecord.model_validate(
             {
                 **dict(measured),
                 **{
@@ -213,7 +192,7 @@ def read_run_record(
         raise ToolkitError(f"{folder.path}: {explain(error)}", hint=run_files.damaged_hint(folder.run_json)) from None
 
 
-def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunKind]) -> SideRunRecord:
+def read_side_run(record: LedgerRecord, name: str, folder: RunFolder, kinds: Sequence[SideRunKind]) -> LedgerRecord:
     """Return a side run's record, with its profile and its checkpoint as far as it has them.
 
     The timeline is of the last profiled step, each rank's start relative to the earliest rank's.
@@ -224,16 +203,22 @@ def read_side_run(record: RunRecord, folder: RunFolder, kinds: Sequence[SideRunK
     total = sum(step.step_seconds for step in steps) or None
     saved = next((save for save in run.saves or () if save.kind == "checkpoint"), None)
     earliest = min((rank.start_unix for rank in drawn), default=0.0)
-    ranks = [
-        rank.model_dump(exclude={"start_unix"}) | {"start_seconds": round(rank.start_unix - earliest, 6)}
+    ranks = tuple(
+        TimelineRank(
+            rank=rank.rank,
+            start_seconds=round(rank.start_unix - earliest, 6),
+            seconds=rank.seconds,
+            lanes=rank.lanes,
+        )
         for rank in drawn
-    ]
-    return SideRunRecord.of(
-        record,
-        kinds=kinds,
+    )
+    return record.updated(
+        trial=name,
+        kind="side_run",
+        kinds=tuple(kinds),
         communication_fraction=total and sum(step.communication_seconds for step in steps) / total,
         exposed_communication_fraction=total and sum(step.exposed_communication_seconds for step in steps) / total,
-        timeline={"step": profile.last_step, "ranks": ranks} if ranks else None,
+        timeline=Timeline(step=profile.last_step, ranks=ranks) if ranks else None,
         save_seconds=saved and saved.seconds,
         save_bytes=saved and saved.bytes,
     )

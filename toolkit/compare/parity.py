@@ -1,6 +1,6 @@
 """Parity: did the trials of a row train the baseline's problem?
 
->>> trial = RunRecord.model_construct(timed_step_numbers=(2, 3), step_seconds=(9.0, 0.5, 0.5))
+>>> trial = Run.model_construct(timed_step_numbers=(2, 3), step_seconds=(9.0, 0.5, 0.5))
 >>> timing_difference(trial, untimed_steps=2)
 'step 2 is timed, with untimed_steps 2'
 
@@ -17,8 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from toolkit.compare.ledger import TrialRecord
-from toolkit.compare.rows import PARITY_FAILED, Row, RowKey, RunRecord, TrainedProblem
+from toolkit.compare.rows import PARITY_FAILED, Parity, Row, RowKey, Run, TrainedProblem
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
@@ -76,7 +75,7 @@ SLOW_FIRST_STEP = 2
 MIN_STEPS_TO_JUDGE_FIRST = 4
 
 
-def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord]) -> str | None:
+def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[Run]) -> str | None:
     """Return what sets a row apart from the baseline by design; None if nothing does."""
     baseline = spec.baseline(row.world_size)
     own, other = spec.job(row), spec.job(baseline)
@@ -94,35 +93,36 @@ def design_group(spec: ComparisonSpec, row: RowKey, trials: Sequence[RunRecord])
     return ", ".join(label for label, differs in labels.items() if differs) or None
 
 
-def check_parity(row: Row, trials: Mapping[RowKey, Sequence[TrialRecord]], spec: ComparisonSpec) -> dict[str, Any]:
+def check_parity(
+    row: Row, trials: Mapping[RowKey, Sequence[Run]], spec: ComparisonSpec
+) -> tuple[Parity | None, str | None]:
     """Return the `parity` and `parity_message` columns of a row, from the trials of all rows."""
     baseline, fewest = (
         [trial for trial in trials.get(spec.baseline(size), ()) if trial.completed]
         for size in (row.world_size, min(spec.world_sizes))
     )
     if not row.completed or not baseline:
-        return {"parity": None, "parity_message": None}
+        return None, None
     by_design, repeats = row.group is not None, trials[row.key]
     for trial in repeats:
         message = next(filter(None, _differences(trial, baseline, fewest[:1], spec, by_design=by_design)), None)
         if message is not None:
-            message = message if len(repeats) == 1 else f"repeat {trial.repeat + 1}: {message}"
-            return {"parity": PARITY_FAILED, "parity_message": message}
+            return PARITY_FAILED, message if len(repeats) == 1 else f"repeat {trial.repeat + 1}: {message}"
     if message := slow_first_step(repeats):
-        return {"parity": PARITY_FAILED, "parity_message": message}
+        return PARITY_FAILED, message
     if row.preset == spec.reference:
-        return {"parity": "reference", "parity_message": None}
+        return "reference", None
     if by_design:
-        return {"parity": None, "parity_message": f"differs by design: {row.group}; its losses are not compared"}
+        return None, f"differs by design: {row.group}; its losses are not compared"
     if any(map(batches_unseen, repeats)):
-        return {"parity": None, "parity_message": BATCHES_UNSEEN}
-    return {"parity": "agrees", "parity_message": None}
+        return None, BATCHES_UNSEEN
+    return "agrees", None
 
 
 def _differences(
-    trial: TrialRecord,
-    baseline: Sequence[TrialRecord],
-    fewest: Sequence[TrialRecord],
+    trial: Run,
+    baseline: Sequence[Run],
+    fewest: Sequence[Run],
     spec: ComparisonSpec,
     *,
     by_design: bool,
@@ -167,7 +167,7 @@ def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
     return spec.sequences_per_accumulation_step(row) == spec.sequences_per_accumulation_step(other)
 
 
-def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimizer: str) -> str | None:
+def preset_difference(trial: Run, expected: Mapping[str, Any], *, optimizer: str) -> str | None:
     """Return the first fact that is not what the trial's preset, its command and the numerics contract specify.
 
     The states of an optimizer other than fp32 AdamW are the run's own verification to check.
@@ -184,12 +184,12 @@ def preset_difference(trial: TrialRecord, expected: Mapping[str, Any], *, optimi
     return None
 
 
-def batches_unseen(trial: RunRecord) -> bool:
+def batches_unseen(trial: Run) -> bool:
     """Return True if a batch of the trial has no digest."""
     return any("" in ranks for ranks in trial.batch_sha256)
 
 
-def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[str], free: Sequence[str]) -> str | None:
+def fact_difference(trial: Run, baseline: Run, names: Sequence[str], free: Sequence[str]) -> str | None:
     """Return the first of the named facts that is not the baseline's, without those that are free."""
     for name in names:
         own, other = getattr(_problem_of(trial), name), getattr(_problem_of(baseline), name)
@@ -198,7 +198,7 @@ def fact_difference(trial: TrialRecord, baseline: TrialRecord, names: Sequence[s
     return None
 
 
-def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
+def batch_difference(trial: Run, baseline: Run) -> str | None:
     """Return the first step whose batch on a rank is not the baseline's, among the steps that both ran."""
     for step, (own, other) in enumerate(zip(trial.batch_sha256, baseline.batch_sha256, strict=False), 1):
         if len(own) != len(other):
@@ -209,7 +209,7 @@ def batch_difference(trial: TrialRecord, baseline: TrialRecord) -> str | None:
     return None
 
 
-def count_difference(trial: TrialRecord, baseline: TrialRecord, *, padding: bool) -> str | None:
+def count_difference(trial: Run, baseline: Run, *, padding: bool) -> str | None:
     """Return the first step with another count of tokens than the baseline's; equal batches have equal counts."""
     for key, noun in list(COUNTS.items())[0 if padding else 1 :]:
         for step, (own, other) in enumerate(zip(getattr(trial, key), getattr(baseline, key), strict=False), 1):
@@ -218,7 +218,7 @@ def count_difference(trial: TrialRecord, baseline: TrialRecord, *, padding: bool
     return None
 
 
-def timing_difference(trial: RunRecord, *, untimed_steps: int) -> str | None:
+def timing_difference(trial: Run, *, untimed_steps: int) -> str | None:
     """Return the first step that is timed and should not be, or the reverse: all speeds count the same steps."""
     found = set(trial.timed_step_numbers)
     wrong = found ^ set(range(untimed_steps + 1, len(trial.step_seconds) + 1))
@@ -227,7 +227,7 @@ def timing_difference(trial: RunRecord, *, untimed_steps: int) -> str | None:
     return f"step {min(wrong)} is {'timed' if min(wrong) in found else 'not timed'}, with untimed_steps {untimed_steps}"
 
 
-def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> Iterator[str]:
+def outside_band(trial: Run, baseline: Sequence[Run]) -> Iterator[str]:
     """Yield a message for each loss and gradient norm outside the band of the baseline's repeats."""
     dtype = str(_problem_of(trial).compute_dtype)
     losses = [record.losses for record in (trial, *baseline)]
@@ -249,7 +249,7 @@ def outside_band(trial: TrialRecord, baseline: Sequence[TrialRecord]) -> Iterato
             yield f"{label} is {own:.6f}, allowed {middle:.6f} ± {allowed:.6f} of {baseline[0].preset}"
 
 
-def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
+def slow_first_step(repeats: Sequence[Run]) -> str | None:
     """Return a message if the first timed step is slow in every repeat: compilation or allocation to leave untimed."""
     message = None
     for trial in reversed(repeats):
@@ -263,7 +263,7 @@ def slow_first_step(repeats: Sequence[RunRecord]) -> str | None:
     return message
 
 
-def _problem_of(trial: RunRecord) -> TrainedProblem:
+def _problem_of(trial: Run) -> TrainedProblem:
     return trial.problem or TrainedProblem()
 
 

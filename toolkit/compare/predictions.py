@@ -15,7 +15,6 @@ from toolkit.compare.ledger import (
     LEDGER_FILE,
     Ledger,
     LedgerRecord,
-    TrialRecord,
     completed_sizes,
     failed_repeat,
     probes_of,
@@ -108,7 +107,7 @@ def expected_duration(
     The row's own trials in the ledger come first, then the planner's step time, then the trials of other rows. Probes
     and side runs count for nothing: they have few steps.
     """
-    trials = [record for record in records.values() if isinstance(record, TrialRecord) and record.completed]
+    trials = [record for record in records.values() if record.kind == "trial" and record.completed]
     own, others = (
         [trial.wall_seconds for trial in trials if trial.wall_seconds and (trial.key == row) is is_own]
         for is_own in (True, False)
@@ -208,7 +207,7 @@ def _search_line(spec: ComparisonSpec, row: RowKey, records: Mapping[str, Ledger
     (start, cap), probes = search_bounds(spec, row), probes_of(records, row)
     if not probes:
         return f"{row.name}: its largest per-GPU batch is searched first, from {start} to {cap}, in runs of two steps"
-    largest, tried = max(completed_sizes(probes.values()), default=None), ", ".join(map(str, probes))
+    largest, tried = max(completed_sizes(probes), default=None), ", ".join(map(str, probes))
     return f"{row.name}: of per-GPU batches up to {cap}, {tried} were tried, and {largest or 'none'} runs"
 
 

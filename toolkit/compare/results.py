@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from toolkit.compare.rows import Row, RunRecord, Shareable
+from toolkit.compare.rows import Row, Run, Shareable
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json
 from toolkit.files.paths import user_path
@@ -144,7 +144,7 @@ class Results(Model):
     """The fine-tuning job that every row trains."""
     rows: tuple[Row, ...]
     """One per preset and number of processes, in the order of the options."""
-    trials: tuple[RunRecord, ...]
+    trials: tuple[Run, ...]
     """One per trial that ran, in the running order."""
     method: ComparisonMethod
     """How the rows were measured and compared."""
@@ -195,7 +195,8 @@ class Results(Model):
         if self.shows_speeds:
             return self
         return self.updated(
-            rows=[row.without_speeds() for row in self.rows], trials=[trial.without_speeds() for trial in self.trials]
+            rows=tuple(row.without_speeds() for row in self.rows),
+            trials=tuple(trial.without_speeds() for trial in self.trials),
         )
 
     def baseline(self, world_size: int) -> Row | None:

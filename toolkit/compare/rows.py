@@ -36,7 +36,8 @@ from toolkit.units import GIB_UNIT, fixed, interval, number, percent, speed
 RowStatus = Literal[status.RunStatus, "not_supported"]
 NOT_SUPPORTED: Literal["not_supported"] = "not_supported"
 """Status of a row that cannot run on this node; no run has it."""
-PARITY_FAILED: Literal["parity failed"] = "parity failed"
+Parity = Literal["reference", "agrees", "parity failed"]
+PARITY_FAILED: Parity = "parity failed"
 # Keys of the parts, each of the rank that holds most of it.
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 Difference = Literal["reference", "faster", "slower", "no difference seen"]
@@ -147,6 +148,11 @@ class Timeline(Model):
     """One object per rank: `rank`, `start_seconds`, `seconds` and `lanes`."""
 
 
+def without_speeds(model: type[Model]) -> dict[str, Any]:
+    """Return the values of a run or row whose speeds say nothing."""
+    return dict.fromkeys(key for key in model.model_fields if column_of(model, key).is_speed) | {"step_seconds": ()}
+
+
 class TrainedProblem(BaseModel):
     """What a trial trained: what its ranks attested and what the training script understood. Parity compares these."""
 
@@ -197,7 +203,7 @@ class _Outcome(Model):
     """The phase in which it failed."""
     failure: Annotated[Failure | None, Column(in_csv=False)] = None
     """Why it did not complete, as facts; null where it completed."""
-    parity: Literal["reference", "agrees", "parity failed"] | None = None
+    parity: Parity | None = None
     """`reference` (it is the baseline), `agrees` or `parity failed`; null where it could not be checked, or the row
     differs by design."""
     parity_message: str | None = None
@@ -258,23 +264,23 @@ class _Outcome(Model):
     @model_validator(mode="before")
     @classmethod
     def _withhold_unsupported_claims(cls, values: Any) -> Any:
-        """Drop the speeds of a row that trained another problem, and the ratio of one that did not complete."""
+        """Drop, of a file that was edited, speeds of another problem, and the ratio of a run that did not complete."""
         if not isinstance(values, dict):
             return values
         if values.get("parity") == PARITY_FAILED:
-            values = values | cls._no_speeds()
+            values = values | without_speeds(cls)
         if values.get("status") != status.COMPLETED:
             values = values | {"ratio_to_reference": None}
         return values
 
-    @classmethod
-    def _no_speeds(cls) -> dict[str, Any]:
-        speeds = [key for key in cls.model_fields if column_of(cls, key).is_speed]
-        return dict.fromkeys(speeds) | {"step_seconds": ()}
-
     def without_speeds(self) -> Self:
         """Return the same without speeds and what is derived from them."""
-        return self.updated(**self._no_speeds())
+        return self.updated(**without_speeds(type(self)))
+
+    def with_parity(self, parity: Parity | None, message: str | None) -> Self:
+        """Return the same with its parity; one that failed has no speeds."""
+        checked = self.updated(parity=parity, parity_message=message)
+        return checked.without_speeds() if parity == PARITY_FAILED else checked
 
     @property
     def key(self) -> RowKey:
@@ -322,7 +328,7 @@ class _Outcome(Model):
         return None if None in parts else sum(parts)
 
 
-class RunRecord(Measurements, _Outcome):
+class Run(Measurements, _Outcome):
     """One run: a repeat of a row, in processes of its own."""
 
     repeat: Count

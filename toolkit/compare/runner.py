@@ -23,9 +23,8 @@ from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import (
     LEDGER_FILE,
     Ledger,
-    ProbeRecord,
+    LedgerRecord,
     SideRunKind,
-    TrialRecord,
     completed_sizes,
     failed_repeat,
     probes_of,
@@ -36,7 +35,7 @@ from toolkit.compare.ledger import (
 )
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import search_bounds
-from toolkit.compare.rows import RowKey, RunRecord, Trial
+from toolkit.compare.rows import RowKey, Run, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
@@ -87,7 +86,7 @@ class ConsoleProgress(LiveLine):
             self.printed = now
             self.print(f"{self.name}: {line}")
 
-    def finish(self, record: RunRecord, *, from_ledger: bool = False) -> None:
+    def finish(self, record: Run, *, from_ledger: bool = False) -> None:
         """Print the outcome, with the speed or the message."""
         self.run_seconds += [] if record.wall_seconds is None else [record.wall_seconds]
         note = "already in the ledger" if from_ledger else f"in {seconds(record.wall_seconds)}"
@@ -98,7 +97,7 @@ class ConsoleProgress(LiveLine):
             outcome += f"; it may have diverged: {record.message}" if record.message else ""
         self._count(f"{record.label}: {outcome} ({note})")
 
-    def finish_probe(self, record: RunRecord) -> None:
+    def finish_probe(self, record: Run) -> None:
         """Print the outcome; probes are not counted."""
         ended = record.status + (f" in phase {record.phase}" if record.phase else "")
         self.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})")
@@ -169,13 +168,12 @@ class Runner:
             else:
                 finished[trial.id] = self.run_trial(trial, position)
 
-    def run_trial(self, trial: Trial, position: int) -> TrialRecord:
+    def run_trial(self, trial: Trial, position: int) -> LedgerRecord:
         """Run one trial, and add it to the ledger."""
         self.progress.start(trial.label)
         run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
         steps = self.spec.untimed_steps
-        measured = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
-        record = TrialRecord.of(measured)
+        record = read_run_record(trial, run_folder, self.folder, untimed_steps=steps, position=position)
         self.ledger.append(record)
         self.progress.finish(record)
         return record
@@ -197,7 +195,7 @@ class Runner:
                 shutil.rmtree(checkpoint, ignore_errors=True)  # its size is recorded; nothing resumes from it
             trial = Trial(row=row, repeat=0)
             measured = read_run_record(trial, run_folder, self.folder, untimed_steps=untimed_steps)
-            record = read_side_run(measured.updated(trial=name), run_folder, missing)
+            record = read_side_run(measured, name, run_folder, missing)
             self.ledger.append(record)
             self.progress.finish(record)
 
@@ -246,7 +244,7 @@ def side_run_arguments(kinds: Sequence[SideRunKind], *, untimed_steps: int) -> l
 
 
 def search(
-    known: Mapping[int, ProbeRecord], probe: Callable[[int], ProbeRecord], *, start: int, cap: int
+    known: Mapping[int, LedgerRecord], probe: Callable[[int], LedgerRecord], *, start: int, cap: int
 ) -> int | None:
     """Return the largest per-GPU batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
 
@@ -259,7 +257,7 @@ def search(
         if size not in probes:
             probes[size] = probe(size)
         outcome = probes[size]
-        if not (outcome.completed or outcome.out_of_memory or completed_sizes(probes.values())):
+        if not (outcome.completed or outcome.out_of_memory or completed_sizes(probes)):
             return None
         low, high = (size, high) if outcome.completed else (low, size)
         size = min(2 * low, cap) if high == cap + 1 and low else (low + high) // 2
@@ -271,7 +269,7 @@ def find_largest_batches(runner: Runner) -> Runner:
     without: dict[str, str] = {}
     for row in runner.rows:
         known = probes_of(runner.ledger.read(), row)
-        if runner.options.retry_failed and not completed_sizes(known.values()):
+        if runner.options.retry_failed and not completed_sizes(known):
             known = {}
         start, cap = search_bounds(runner.spec, row)
         if search(known, functools.partial(_probe, runner, row), start=start, cap=cap) is None:
@@ -280,11 +278,11 @@ def find_largest_batches(runner: Runner) -> Runner:
     return replace(runner, spec=spec, unsupported={**runner.unsupported, **without})
 
 
-def _probe(runner: Runner, row: RowKey, size: int) -> ProbeRecord:
+def _probe(runner: Runner, row: RowKey, size: int) -> LedgerRecord:
     name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
     run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
     measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
-    record = ProbeRecord.of(measured, trial=name, per_device_train_batch_size=size)
+    record = measured.updated(trial=name, kind="probe", per_device_train_batch_size=size)
     runner.ledger.append(record)
     runner.progress.finish_probe(record)
     return record
@@ -302,7 +300,8 @@ def _record_failure(runner: Runner, row: RowKey) -> str:
     size, probe = next(iter(probes_of(records, row).items()))
     reason = f"per-GPU batch {size} ended as {probe.status}"
     trials = [Trial(row=row, repeat=repeat) for repeat in range(runner.spec.repeats)]
-    failed = TrialRecord.of(probe, trial=trials[0].id, message=f"with a per-GPU batch of {size}: {probe.message}")
+    message = f"with a per-GPU batch of {size}: {probe.message}"
+    failed = probe.updated(trial=trials[0].id, kind="trial", per_device_train_batch_size=None, message=message)
     if records.get(trials[0].id) != failed:
         runner.ledger.append(failed)
     for trial in trials:

@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from toolkit.compare.rows import Difference, Row, RowKey, RunRecord
+from toolkit.compare.rows import Difference, Row, RowKey, Run
 from toolkit.record.columns import Interval
 
 CONFIDENCE = 0.95
@@ -129,12 +129,12 @@ def _exp_interval(middle: float, half: float) -> Interval:
     return math.exp(min(middle - half, high)), math.exp(high)
 
 
-def common_steps(trials: Sequence[RunRecord]) -> int:
+def common_steps(trials: Sequence[Run]) -> int:
     """Return the number of timed steps that every completed trial has."""
     return min((len(trial.timed_step_numbers) for trial in trials if trial.completed), default=0)
 
 
-def speeds_of(trials: Sequence[RunRecord], steps: int, *, padding: bool = True) -> list[float]:
+def speeds_of(trials: Sequence[Run], steps: int, *, padding: bool = True) -> list[float]:
     """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives.
 
     Without `padding`, only other tokens are counted, in records that have their number: a script's may not.

@@ -405,5 +405,5 @@ def with_largest_batches(spec: ComparisonSpec, records: Mapping[str, LedgerRecor
     batches = dict(spec.batches)
     for row in spec.rows():
         if probes := probes_of(records, row):
-            batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes.values()), default=min(probes))}
+            batches[row.name] = {BATCH_ARGUMENT: max(completed_sizes(probes), default=min(probes))}
     return spec.with_batches(batches)

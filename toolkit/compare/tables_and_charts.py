@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from toolkit.compare.results import Results
-from toolkit.compare.rows import MODEL_STATES, Row, RunRecord
+from toolkit.compare.rows import MODEL_STATES, Row, Run
 from toolkit.compare.significance import verdict
 from toolkit.record import status
 from toolkit.record.columns import Column, Format, column_of
@@ -145,7 +145,7 @@ def trials_table(results: Results) -> Table | None:
     """Return every trial in the order in which they ran; None where there is none."""
     if not results.trials:
         return None
-    columns = {key: column_of(RunRecord, key) for key in COLUMNS["trials"].split()}
+    columns = {key: column_of(Run, key) for key in COLUMNS["trials"].split()}
     rows = [
         [text_cell(trial.label), text_cell(trial.status)]
         + [format_cell(getattr(trial, key), column, GIB_UNIT) for key, column in columns.items()]

@@ -61,9 +61,9 @@ class Model(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     def updated(self, **changes: Any) -> Self:
-        """Return a validated copy with other values of some fields."""
+        """Return a copy with other values of some fields; only what is read from a file is validated."""
         assert set(changes) <= set(type(self).model_fields), f"unknown: {set(changes) - set(type(self).model_fields)}"
-        return type(self).model_validate({**dict(self), **changes})
+        return self.model_copy(update=changes)
 
 
 def column_of(model: type[Model], key: str) -> Column:

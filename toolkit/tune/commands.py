@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from toolkit.compare.commands import check_comparison
-from toolkit.compare.ledger import TrialRecord, comparison_lock
+from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import expected_duration, read_shape
 from toolkit.compare.runner import Runner
@@ -78,7 +78,7 @@ def race(runner: Runner, field: Field, options: TuneOptions) -> str | None:
     ends = time.monotonic() + 60 * options.budget_minutes
     while (standing := stand(field.settings, runner.spec, records := runner.ledger.read())).missing:
         trial = trial_of(standing.missing[0], runner.spec, standing.round - 1)
-        finished = sum(isinstance(each, TrialRecord) for each in records.values())
+        finished = sum(each.kind == "trial" for each in records.values())
         expected = expected_duration(trial.row, records, runner.spec)
         if time.monotonic() + (expected.low if expected else 0.0) > ends:
             return f"the budget of {number(options.budget_minutes, 1)} minutes, in round {standing.round}"

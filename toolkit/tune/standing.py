@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from toolkit.compare import parity
-from toolkit.compare.ledger import LedgerRecord, TrialRecord
+from toolkit.compare.ledger import LedgerRecord
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.compare.significance import common_steps, ratio_confidence
 from toolkit.compare.specification import ComparisonSpec
@@ -82,7 +82,7 @@ def trial_of(setting: Setting, spec: ComparisonSpec, number: int) -> Trial:
 def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[str, LedgerRecord]) -> Standing:
     """Replay a search from its ledger."""
     measured = {setting.name: Measured(setting=setting) for setting in settings}
-    trials, standing = list[TrialRecord](), Standing(measured=())
+    trials, standing = list[LedgerRecord](), Standing(measured=())
     for number in range(spec.repeats):
         left, missing = [each.setting for each in measured.values() if each.outcome == "left"], list[Setting]()
         if number:  # the first round is in the order of the field, so that a short budget tries the most promising
@@ -90,7 +90,7 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
         for setting in left:
             record = records.get(trial_of(setting, spec, number).id)
             update: tuple[Outcome, str] | None = None
-            if isinstance(record, TrialRecord):
+            if record is not None and record.kind == "trial":
                 trials.append(record)
                 update = _problem(record, trials)
             elif (smaller := _smaller_without_memory(setting, measured)) is not None:
@@ -123,7 +123,7 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
     return replace(standing, ended=f"every setting that is left has {spec.repeats} trials (--rounds)")
 
 
-def _problem(record: TrialRecord, trials: Sequence[TrialRecord]) -> tuple[Outcome, str] | None:
+def _problem(record: LedgerRecord, trials: Sequence[LedgerRecord]) -> tuple[Outcome, str] | None:
     """How a trial rules its setting out; None if it does not."""
     if record.out_of_memory:
         return "out_of_memory", record.message or record.status
@@ -149,7 +149,7 @@ def _smaller_without_memory(setting: Setting, measured: Mapping[str, Measured]) 
     return next(same, None)
 
 
-def _add_figures(measured: dict[str, Measured], trials: Sequence[TrialRecord]) -> None:
+def _add_figures(measured: dict[str, Measured], trials: Sequence[LedgerRecord]) -> None:
     """Set the logarithms of all settings, over the steps that all trials so far have timed."""
     ruled_out = {name for name, each in measured.items() if each.outcome == "another_problem"}
     completed = [trial for trial in trials if trial.completed and trial.preset not in ruled_out]
@@ -159,6 +159,6 @@ def _add_figures(measured: dict[str, Measured], trials: Sequence[TrialRecord]) -
         measured[name] = replace(each, logs=tuple(logs))
 
 
-def _mean_seconds(trial: TrialRecord, steps: int) -> float:
+def _mean_seconds(trial: LedgerRecord, steps: int) -> float:
     timed = [trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]]
     return statistics.fmean(timed or [0.0])
