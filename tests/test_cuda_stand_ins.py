@@ -100,7 +100,7 @@ def test_a_step_is_timed_by_events_and_its_row_waits_until_the_gpu_has_done_it(
     cuda: dict[str, Any], tmp_path: Path
 ) -> None:
     timer = StepTimer(run_of(tmp_path), ObserverParts(), device=torch.device("cuda"))
-    timer.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=2), None)
+    timer.begin_training(0)
     assert timer.progress.memory_by_phase is not None
     assert timer.progress.memory_by_phase.model_dump()["bytes_of"] == "allocated"
     assert timer.progress.memory_by_phase.load == 10 * MIB

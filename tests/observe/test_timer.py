@@ -59,7 +59,7 @@ def test_waits_and_backward_are_no_work_of_the_rank_itself(timer: ClockedTimer) 
     timer.at(6.0).begin_wait()  # the second accumulation step's forward, under DDP
     timer.at(7.0).end_wait()
     timer.at(8.0).enter_backward()
-    timer.at(9.0).on_pre_optimizer_step()
+    timer.at(9.0).before_optimizer_step()
     assert ended(timer, 9.5) == pytest.approx(3.5)
 
 
@@ -81,7 +81,6 @@ def test_ddp_waits_from_its_own_forward_until_that_of_the_model() -> None:
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_rows(timer: ClockedTimer) -> None:
     timer.add_batch(BatchFacts(tokens=4, non_padding_tokens=4, supervised_tokens=4, sha256="0" * 64, rows=(7, 8)))
     timer.add_loss(torch.tensor(float("nan")))
-    state = SimpleNamespace(global_step=1, max_steps=2)
     with pytest.raises(Diverged, match="the loss is nan at step 1") as raised:
-        timer.at(1.0).on_step_end(SimpleNamespace(fp16=False), state, SimpleNamespace(should_save=False))
+        timer.at(1.0).end_step(1)
     assert raised.value.rows == (7, 8)

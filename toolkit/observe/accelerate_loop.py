@@ -19,12 +19,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
-from transformers import TrainerControl, TrainerState
 
 from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
@@ -38,7 +38,7 @@ from toolkit.observe.batches import (
     tensor_facts,
 )
 from toolkit.observe.failure_report import report_failure
-from toolkit.observe.observer import UNTIMED_STEPS, open_record, wrap_method
+from toolkit.observe.observer import UNTIMED_STEPS, Observer, open_record, wrap_method
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.presets.preset import load_preset
@@ -47,39 +47,6 @@ from toolkit.record import status
 
 LINE_OF_A_LOOP = "a line of its own observes it: `with toolkit.observe(accelerator=..., model=..., optimizer=...):`"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
-
-
-@dataclass(kw_only=True, slots=True)
-class LoopArguments:
-    """What a loop shows of its arguments, by the names of `TrainingArguments`."""
-
-    process_index: int
-    world_size: int
-    device: torch.device
-    mixed_precision: str
-    seed: int
-    learning_rate: float
-    gradient_accumulation_steps: int
-    max_grad_norm: float | None = None
-    """None until the loop has clipped the gradients of the model."""
-    activation_checkpointing: None = None  # the model's own business
-
-    @property
-    def fp16(self) -> bool:
-        return self.mixed_precision == "fp16"
-
-    @classmethod
-    def read(cls, accelerator: Any, optimizer: Any) -> Self:
-        """Read them from what accelerate has prepared."""
-        return cls(
-            process_index=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            device=accelerator.device,
-            mixed_precision=accelerator.mixed_precision,
-            seed=torch.initial_seed(),
-            learning_rate=optimizer.param_groups[0]["lr"],
-            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,19 +77,32 @@ class ObservedLoop:
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, training: LoopedTraining) -> None:
         self.accelerator, self.model_wrapped, self.optimizer = accelerator, model, optimizer
         self.model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        self.args, self.training = LoopArguments.read(accelerator, optimizer), training
-        preset = training.expected.preset
-        parts = ObserverParts(expected=replace(training.expected, own_optimizer=True, of_script=True))
-        self.run = open_record(training.folder, self.args, preset, prepared=training.prepared)
-        self.progress, self.untimed_steps = self.run.progress, training.untimed_steps
-        self.timer = StepTimer(
-            self.run, parts, device=self.args.device, untimed_steps=self.untimed_steps, stops_if_diverged=False
+        self.training, self.step = training, 0
+        self.args = SimpleNamespace(
+            process_index=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            device=accelerator.device,
+            mixed_precision=accelerator.mixed_precision,
+            fp16=accelerator.mixed_precision == "fp16",
+            seed=torch.initial_seed(),
+            learning_rate=optimizer.param_groups[0]["lr"],
+            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+            max_grad_norm=None,  # until the loop has clipped the gradients of the model
         )
-        self.timer.step_lines.stop_after_steps = training.stop_after_steps
+        preset = training.expected.preset
+        self.run = open_record(training.folder, self.args, preset, prepared=training.prepared)
+        parts = ObserverParts(expected=replace(training.expected, own_optimizer=True, of_script=True))
+        timer = StepTimer(
+            self.run, parts, device=self.args.device, untimed_steps=training.untimed_steps, stops_if_diverged=False
+        )
+        timer.step_lines.stop_after_steps, timer.scales_loss = training.stop_after_steps, self.args.fp16
         strict = preset is not None or bool(training.expected.settings)
-        self.attestation = Attestation(self.run, parts, self.timer, trainer=self, strict=strict)
+        self.observer = Observer(
+            progress=self.run.progress,
+            timer=timer,
+            attestation=Attestation(self.run, parts, timer, trainer=self, strict=strict),
+        )
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
-        self.state, self.control = TrainerState(), TrainerControl()
         self.batches: deque[tuple[BatchFacts, set[int]]] = deque(maxlen=_LATE_BATCHES)
         """Batches that the loop has, with the addresses of their tensors, until a forward sees them."""
         self.forwarded: list[BatchFacts] = []
@@ -130,42 +110,35 @@ class ObservedLoop:
         self.between_steps, self.clock_restarted = True, False
         self.is_deepspeed = live_engine(model).reduces_itself
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
-        self.undo: list[Callable[[], None]] = []
-        self._start()
-
-    def _start(self) -> None:
-        hook = self.model_wrapped.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
-        self.undo.append(hook.remove)
-        self.undo += time_waits_in_forward(self.model_wrapped, self.timer)
-        self._wrap(self.accelerator, "backward", self._backward)
-        self._wrap(self.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
-        self._wrap(self.accelerator, "save_state", self._save_state)
-        self._wrap(self.accelerator, "end_training", self._end_training)
-        self._wrap(self.optimizer, "step", self._step)
+        hook = model.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
+        self.observer.undo += [hook.remove, *time_waits_in_forward(model, timer)]
+        self.observer.times_waits = True
+        for name in ("backward", "clip_grad_norm_", "save_state", "end_training"):
+            self._wrap(accelerator, name, getattr(self, f"_{name}"))
+        self._wrap(optimizer, "step", self._step)
         if self.is_deepspeed:  # its backward takes the step too
-            self._wrap(self.model_wrapped, "step", self._engine_step)
+            self._wrap(model, "step", self._engine_step)
         ObservedLoop.current, DataLoaderShard.__iter__ = self, _iterate_observed
         atexit.register(self._left_open)
-        self.timer.on_train_begin(self.args, self.state, self.control)
-        self.attestation.on_train_begin(self.args, self.state, self.control)
+        self.observer.begin_training(self.step)
 
     def _wrap(self, owner: Any, name: str, observed: Callable[..., Any]) -> None:
-        self.undo.append(wrap_method(owner, name, observed))
+        self.observer.undo.append(wrap_method(owner, name, observed))
 
     # -- what passes in a step
 
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a prepared loader, note their facts, and time how long the loop waits for them."""
-        batches = counted_batches(loader, self.count)
+        batches, timer = counted_batches(loader, self.count), self.observer.timer
         while True:
             if self.between_steps:
-                self.timer.restart_clock()
+                timer.restart_clock()
                 self.clock_restarted = True
-            if self.progress.phase != "evaluate":
-                self.progress.phase = "data"
-            self.timer.begin_data()
+            if self.run.progress.phase != "evaluate":
+                self.run.progress.phase = "data"
+            timer.begin_data()
             counted = next(batches, None)
-            self.timer.end_data()
+            timer.end_data()
             if counted is None:
                 return
             batch, facts = counted
@@ -174,16 +147,17 @@ class ObservedLoop:
             yield batch
 
     def _on_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        progress = self.run.progress
         if self.trains_in_mode is None and torch.is_grad_enabled():
             self.trains_in_mode = module.training
         if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
             self._leave_step("evaluate")
             return
-        self.attestation.before_loss(kwargs)
-        if self.progress.phase == "evaluate":
-            self.progress.enter("train")
+        self.observer.before_loss(module, kwargs)
+        if progress.phase == "evaluate":
+            progress.enter("train")
         if self.between_steps and not self.clock_restarted:
-            self.timer.restart_clock()
+            self.observer.timer.restart_clock()
         self.between_steps = self.clock_restarted = False
         seen, forwarded = _addresses((args, kwargs)), len(self.forwarded)
         for known in reversed(tuple(self.batches)):  # an older batch may have had the same memory
@@ -193,37 +167,33 @@ class ObservedLoop:
                 self.forwarded.append(known[0])
         if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
             self.forwarded.append(self.batches.pop()[0])
-        self.attestation.replicas.note_sync(module)
-        self.progress.phase, self.progress.micro_steps = "forward", self.progress.micro_steps + 1
+        progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:
-        if self.progress.phase != phase:
-            self.progress.enter(phase)
+        if self.run.progress.phase != phase:
+            self.run.progress.enter(phase)
         self.between_steps, self.clock_restarted = True, False
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
-        self.attestation.after_loss(loss)
-        self.progress.phase = "backward"
-        self.timer.enter_backward()
-        self.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)
+        self.observer.after_loss(loss)
+        self.observer.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)
         self._add_batches()
         backward(loss, **kwargs)
-        self.progress.phase = "step"
-        self.progress.record_memory("backward")
+        self.observer.end_backward()
         if not self.accelerator.sync_gradients:
-            self.attestation.on_substep_end()
+            self.observer.attestation.end_accumulation_step()
 
     def _add_batches(self) -> None:
         for facts in self.forwarded:
-            self.timer.add_batch(facts)
+            self.observer.timer.add_batch(facts)
         self.forwarded.clear()
 
     def _clip_grad_norm_(self, clip: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         clipped = [parameters] if torch.is_tensor(parameters) else list(parameters)
         norm = clip(clipped, max_norm, norm_type)
         if norm_type == 2 and {id(p) for p in clipped if p.requires_grad} == self.parameters:
-            self.args.max_grad_norm, self.timer.step.grad_norm = float(max_norm), norm
-            self.attestation.norms.add_grad_norm(norm)
+            self.args.max_grad_norm = float(max_norm)
+            self.observer.grad_norm(norm)
         return norm
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -231,35 +201,33 @@ class ObservedLoop:
         return type(self.accelerator).clip_grad_norm_(self.accelerator, model.parameters(), self.args.max_grad_norm)
 
     def _engine_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.progress.record_memory("backward")
-        self.timer.on_pre_optimizer_step()
+        self.run.progress.record_memory("backward")
+        self.observer.timer.before_optimizer_step()
         return step(*args, **kwargs)
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.accelerator.sync_gradients:
             return step(*args, **kwargs)
-        self.progress.phase = "step"
+        self.run.progress.phase = "step"
         self._add_batches()
         if self.is_deepspeed:
-            self.attestation.replicas.note_rates()
+            self.observer.attestation.replicas.note_rates()
         else:
-            self.timer.on_pre_optimizer_step()
-            self.attestation.on_pre_optimizer_step()
+            self.observer.before_optimizer_step()
         result = step(*args, **kwargs)
-        self.state.global_step += 1
-        for observer in (self.timer, self.attestation):
-            observer.on_step_end(self.args, self.state, self.control)
-        self.progress.phase = "train"
-        if self.state.global_step == self.training.stop_after_steps:
+        self.step += 1
+        self.observer.end_step(self.step)
+        self.run.progress.phase = "train"
+        if self.step == self.training.stop_after_steps:
             self.close()
             raise SystemExit(0)
         return result
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.timer.flush(wait=True)  # no checkpoint without the rows of its steps
+        self.observer.timer.flush(wait=True)  # no checkpoint without the rows of its steps
         self._leave_step("save")
         saved = save(*args, **kwargs)
-        self.progress.enter("train")
+        self.run.progress.enter("train")
         return saved
 
     def _end_training(self, end: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -276,14 +244,13 @@ class ObservedLoop:
         """Complete the record, and leave the loop as it was. Collective."""
         if self.is_open:
             self.release()
-            self.timer.on_train_end()
-            self.attestation.check_replicas(self.state)
-            self.run.complete(untimed_steps=self.untimed_steps)
+            self.observer.timer.end_training()
+            self.observer.attestation.check_replicas(self.step)
+            self.run.complete(untimed_steps=self.training.untimed_steps)
 
     def release(self) -> None:
         """Leave the loop as it was, and the record as it is."""
-        for undo in self.undo:
-            undo()
+        self.observer.leave()
         ObservedLoop.current, DataLoaderShard.__iter__ = None, iterate_loader
 
     def __enter__(self) -> Self:
@@ -297,7 +264,7 @@ class ObservedLoop:
             if isinstance(error, SystemExit):
                 self._write_failure(f"the script called sys.exit({error.code})")
             else:
-                report_failure(error, self.progress)
+                report_failure(error, self.run.progress)
 
     def _left_open(self) -> None:
         """At the end of the process, without `with` and `close`: other ranks may be gone."""

@@ -74,7 +74,7 @@ class CheckpointSaver:
         Raises Diverged where the weights are lost, AttestationFailed where they differ between ranks: none is written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
-        self.attestation.check_replicas(self.trainer.state)
+        self.attestation.check_replicas(self.trainer.state.global_step)
         trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
         record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()

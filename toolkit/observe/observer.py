@@ -60,12 +60,21 @@ UNTIMED_STEPS = 2  # compilation and the growth of the allocator
 
 @dataclass(kw_only=True, slots=True)
 class Observer:
-    """What observes one Trainer on this rank."""
+    """What observes one Trainer, or one loop, on this rank: both report the events of a step to it, in this order.
+
+    begin_training                  the first step is not begun: weights are digested
+      before_loss, after_loss       each micro-batch: the graph of the first loss is read, backward begins
+      end_accumulation_step         each micro-batch but the last
+      grad_norm                     gradients are clipped
+      before_optimizer_step         gradients and learning rates are read
+      end_step                      its row is written; after the first, ranks read and verify what is in effect
+    """
 
     progress: Progress
     timer: StepTimer
     attestation: Attestation
-    saver: CheckpointSaver | None  # makes checkpoints complete or absent; None leaves the Trainer's saves as they are
+    saver: CheckpointSaver | None = None
+    """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
     stop_on_signal: StopOnSignal | None = None
     completes: Callable[[], None] | None = None
     """Completes the record when `train()` returns; None where the script does that itself."""
@@ -76,6 +85,38 @@ class Observer:
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Takes what observes off the Trainer and its model."""
     times_waits: bool = False  # true once the timer is notified when forward waits for other ranks
+
+    def begin_training(self, step: int) -> None:
+        self.timer.begin_training(step)
+        self.attestation.begin_training(step)
+
+    def before_loss(self, model: Any, inputs: Any) -> None:
+        self.attestation.replicas.note_sync(model)
+        if not self.times_waits:
+            self.undo += time_waits_in_forward(model, self.timer)
+            self.times_waits = True
+        self.attestation.before_loss(inputs)
+
+    def after_loss(self, loss: Any) -> None:
+        self.attestation.after_loss(loss)
+        self.progress.phase = "backward"
+        self.timer.enter_backward()
+
+    def end_backward(self) -> None:
+        self.progress.phase = "step"
+        self.progress.record_memory("backward")
+
+    def grad_norm(self, norm: Any) -> None:
+        self.timer.step.grad_norm = norm
+        self.attestation.norms.add_grad_norm(norm)
+
+    def before_optimizer_step(self) -> None:
+        self.timer.before_optimizer_step()
+        self.attestation.before_optimizer_step()
+
+    def end_step(self, number: int, *, is_saved: bool = False) -> None:
+        self.timer.end_step(number, is_saved=is_saved)
+        self.attestation.end_step(number)
 
     @property
     def background(self) -> BackgroundSaver | None:
@@ -177,30 +218,21 @@ class TrainerHooks:
         observer.timer.add_batch(take_facts(inputs) or observer.facts_of(inputs))
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
         loss: torch.Tensor = step(model, inputs, *args, **kwargs)
-        progress.phase = "step"
-        progress.record_memory("backward")
+        observer.end_backward()
         observer.timer.add_loss(loss)
         return loss
 
     def compute_loss(self, compute: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
             return compute(model, *args, **kwargs)
-        observer = self.observer
-        observer.attestation.replicas.note_sync(model)
-        if not observer.times_waits:
-            observer.undo += time_waits_in_forward(model, observer.timer)
-            observer.times_waits = True
-        observer.attestation.before_loss(args[0] if args else kwargs.get("inputs"))
+        self.observer.before_loss(model, args[0] if args else kwargs.get("inputs"))
         loss = compute(model, *args, **kwargs)
-        observer.attestation.after_loss(loss)
-        observer.progress.phase = "backward"
-        observer.timer.enter_backward()
+        self.observer.after_loss(loss)
         return loss
 
     def _get_grad_norm(self, get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         grad_norm = get(*args, **kwargs)
-        self.observer.timer.step.grad_norm = grad_norm
-        self.observer.attestation.norms.add_grad_norm(grad_norm)
+        self.observer.grad_norm(grad_norm)
         return grad_norm
 
     def _maybe_log_save_evaluate(self, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -234,7 +266,7 @@ class TrainerHooks:
         return str(get(*args, **kwargs) if staging is None else staging)
 
     def _finalize_training(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.observer.attestation.check_replicas(self.trainer.state)
+        self.observer.attestation.check_replicas(self.trainer.state.global_step)
         if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
@@ -246,6 +278,43 @@ class TrainerHooks:
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             stops.raise_stopped()
         return finalize(*args, **kwargs)
+
+
+class StepEvents(TrainerCallback):  # type: ignore[misc]
+    """Reports to an observer what a Trainer tells its callbacks."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del control
+        self.observer.timer.scales_loss = bool(args.fp16)
+        self.observer.begin_training(state.global_step)
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.observer.attestation.end_accumulation_step()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.observer.before_optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        del args
+        self.observer.timer.step_lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
+        self.observer.end_step(state.global_step, is_saved=control.should_save)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        del args, control
+        if state.is_world_process_zero:
+            self.observer.timer.print_log(state.global_step, logs or {})
+        self.observer.timer.restart_clock()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.observer.timer.restart_clock()
+
+    on_evaluate = on_save
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.observer.timer.end_training()
 
 
 def observe(
@@ -299,7 +368,7 @@ def observe(
     observer.undo.append(lambda: delattr(trainer, "observer"))
     TrainerHooks(trainer, observer).install()
     # the timer waits for the device where a signal decides to save
-    for callback in (*([] if stop_on_signal is None else [stop_on_signal]), step_timer, verification):
+    for callback in (*([] if stop_on_signal is None else [stop_on_signal]), StepEvents(observer)):
         observer.add_callback(trainer, callback)
     return observer
 

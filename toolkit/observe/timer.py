@@ -12,13 +12,12 @@ import operator
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
 
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.shared_gpu import sharing_ranks
@@ -91,11 +90,10 @@ class _Step:
     """Until the step is finished, the compiler's events before it; then those of the step. None if nothing compiles."""
 
 
-class StepTimer(TrainerCallback):  # type: ignore[misc]
+class StepTimer:
     """Writes one row per step to `ranks/rankR.jsonl`, from which rank 0 prints progress.
 
-    The Trainer reports batches, losses and waits to it; everything else comes from the Trainer's callback events. If
-    `stops_if_diverged`, a loss or a gradient norm that is not finite ends the run.
+    If `stops_if_diverged`, a loss or a gradient norm that is not finite ends the run.
     """
 
     def __init__(
@@ -127,7 +125,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.first_batches: list[str] = []
         """Digests of the batches of this rank's first optimizer step."""
 
-    # -- what the Trainer reports within a step
+    # -- what is reported within a step
 
     def add_batch(self, facts: BatchFacts | None) -> None:
         """Add the batch of one accumulation step, as the collator counted it."""
@@ -172,30 +170,30 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self.step.data_waits.clear()
         self.step.compiler = CompilerEvents.read() if self.parts.compiles else None
 
-    # -- the Trainer's events
+    # -- the ends of steps
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
+    def begin_training(self, step: int) -> None:
+        """Start the clock of the first step after `step`."""
         self.step = _Step()  # a try of `auto_find_batch_size` may have left one, and rows, which stay
         self.first_batches.clear()
-        if self.progress.step > state.global_step:
+        if self.progress.step > step:
             tries = len(list(self.path.parent.glob(f"try*-{self.path.name}")))
             self.flush(wait=True)
             if self.path.exists():
                 self.path.rename(self.path.with_name(f"try{tries + 1}-{self.path.name}"))
-        self.resumed_step = self.progress.step = state.global_step
+        self.resumed_step = self.progress.step = step
         self.progress.memory_by_phase = MemoryByPhase(bytes_of="allocated" if self.cuda else "rss")
         self.progress.record_memory("load")
         self.step_lines.start()
         self.restart_clock()
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.step.in_backward = False  # gradients are reduced and clipped
+    def before_optimizer_step(self) -> None:
+        """Note that gradients are reduced and clipped."""
+        self.step.in_backward = False
         self.end_wait()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.scales_loss = bool(args.fp16)
-        self.step_lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
+    def end_step(self, number: int, *, is_saved: bool = False) -> None:
+        """Finish a step, and begin the next one; a step that diverged is not saved."""
         finished, self.step = self.step, _Step()
         finished.profiled = self.profiled
         self.restart_clock()  # here, so that the cost of the timer itself is part of the next step
@@ -203,7 +201,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         finished.cpu_seconds = self.step.cpu_seconds - finished.cpu_seconds
         if self.step.compiler is not None and finished.compiler is not None:
             finished.compiler = self.step.compiler.since(finished.compiler)
-        if state.global_step == self.resumed_step + 1:
+        if number == self.resumed_step + 1:
             self.progress.record_memory("step")
             if self.progress.memory_by_phase is not None:
                 finished.memory["memory_by_phase"] = self.progress.memory_by_phase.model_dump()
@@ -211,25 +209,19 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             if dropped := drop_rows_after(self.path, self.resumed_step):  # their steps were trained again
                 seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
                 self.progress.note(self.progress.phase, lost_steps=len(dropped), lost_seconds=seconds)
-        self.progress.step = state.global_step
-        self.unwritten.append((state.global_step, finished))
-        self.flush(wait=control.should_save)  # a step that diverged is not saved
+        self.progress.step = number
+        self.unwritten.append((number, finished))
+        self.flush(wait=is_saved)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def print_log(self, step: int, logs: Mapping[str, Any]) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""
-        del args, control
-        shown = {name: value for name, value in (logs or {}).items() if name not in ("epoch", "total_flos")}
-        if state.is_world_process_zero and not shown.keys() & {"train_runtime", "eval_loss"}:
+        shown = {name: value for name, value in logs.items() if name not in ("epoch", "total_flos")}
+        if not shown.keys() & {"train_runtime", "eval_loss"}:
             words = "  ".join(f"{name} {value:.6g}" for name, value in shown.items() if isinstance(value, (int, float)))
-            print(f"log at step {state.global_step}, all ranks: {words}", flush=True)
-        self.restart_clock()
+            print(f"log at step {step}, all ranks: {words}", flush=True)
 
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.restart_clock()
-
-    on_evaluate = on_save
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def end_training(self) -> None:
+        """Write what is left, and the last line."""
         self.flush(wait=True)
         self.step_lines.end()
 

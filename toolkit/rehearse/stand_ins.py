@@ -296,8 +296,8 @@ class RehearsedTimer(StepTimer):
         of_steps = f"{row['step']}/{self.step_lines.max_steps}"
         print(f"step {of_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
 
-    def on_log(self, *_: Any, **__: Any) -> None:
-        self.restart_clock()
+    def print_log(self, *_: Any) -> None:
+        """Nothing: what is logged has no meaning here."""
 
 
 REHEARSAL_PARTS = TrainerParts(
@@ -310,7 +310,9 @@ def measured_facts(
 ) -> dict[str, Any]:
     """Return what was read back from this rank's live objects after its first step, and its peaks."""
     reading, rows = observer.attestation.reading, read_rows(run.folder.rank_rows(rehearsed.rank))
+    timer = observer.timer
     assert reading is not None
+    assert isinstance(timer, RehearsedTimer)
     timed = [row.seconds for row in rows[untimed_steps:]]
     return {
         **asdict(rehearsed),
@@ -323,5 +325,5 @@ def measured_facts(
         # On a CPU, fp32 arithmetic says nothing about a GPU's step.
         "compute_step_seconds": statistics.median(timed) if timed and str(reading.device).startswith("cuda") else None,
         "not_measured": list(NOT_MEASURED),
-        "phase_peaks": observer.timer.read_peaks(),
+        "phase_peaks": timer.read_peaks(),
     }

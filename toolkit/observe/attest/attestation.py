@@ -1,4 +1,4 @@
-"""The verification of a run as a Trainer callback: digests before the first step, readings after it, then the verdict.
+"""The verification of a run: digests before the first step, readings after it, then the verdict.
 
 A run that does not match its preset ends here, with both values of each difference.
 """
@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
@@ -72,7 +71,7 @@ FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 
 
-class Attestation(TrainerCallback):  # type: ignore[misc]
+class Attestation:
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
 
     `trainer` is a Trainer, or an `ObservedLoop`. The `timer` has the digests of this rank's first batches, and leaves
@@ -98,9 +97,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
         self.trains_apart = False  # once a difference between ranks was reported
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
-        self.first_step = state.global_step + 1
+    def begin_training(self, step: int) -> None:
+        """Read what only the weights before the first step after `step` show. Collective."""
+        self.first_step = step + 1
         self.progress.enter("attest")
         self.forget_first_step()  # of a try of `auto_find_batch_size`
         wrapped = self.trainer.model_wrapped
@@ -108,7 +107,7 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         if self.strict:
             check_master_dtype(self.parts.expected, wrapped)
         self.before_training = self.read_before_training(plain)
-        live_engine(wrapped).call_at_gradient_peak(self.on_pre_optimizer_step)
+        live_engine(wrapped).call_at_gradient_peak(self.before_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(wrapped):  # a hook would make torch compile the graph a second time
             self.forwards.start(plain)
@@ -145,21 +144,22 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         """The model without wrappers."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped, keep_torch_compile=False)
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """After each accumulation step of an optimizer step but the last."""
+    def end_accumulation_step(self) -> None:
+        """Read the gradients that wait, after each accumulation step of an optimizer step but the last."""
         if self.accumulated.accumulate is None and self.reading is None:
             self.accumulated = read_accumulated(self.trainer)
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def before_optimizer_step(self) -> None:
+        """Read the gradients of the first step, and the learning rates of each."""
         self.replicas.note_rates()
         if self.gradients is None:
             held = ((id(p), p.grad) for p in self.trainer.model_wrapped.parameters())
             self.with_gradient = {each for each, grad in held if grad is not None and not grad.is_sparse}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
-        if state.global_step != self.first_step:
+    def end_step(self, number: int) -> None:
+        """Read everything else after the first step, and verify it. Collective there."""
+        if number != self.first_step:
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
@@ -183,9 +183,9 @@ class Attestation(TrainerCallback):  # type: ignore[misc]
         self.progress.enter("train")
         self.timer.restart_clock()
 
-    def check_replicas(self, state: Any) -> None:
+    def check_replicas(self, step: int) -> None:
         """Compare the ranks again, at a save and at the end; raise where only now they differ. Collective."""
-        step, reading = state.global_step, self.reading
+        reading = self.reading
         if reading is None or step in (self.first_step, *(check["step"] for check in self.replica_checks[-1:])):
             return
         trained = RankReading(num_trainable_params=num_trainable_params(self.plain))
