@@ -107,8 +107,8 @@ def test_a_step_is_timed_by_events_and_its_row_waits_until_the_gpu_has_done_it(
     memory = timer.read_memory()
     peaks = {"peak_allocated_bytes": 30 * MIB, "peak_reserved_bytes": 40 * MIB, "allocator_retries": 2}
     assert memory.items() >= (peaks | {"driver_bytes": 900 * MIB}).items()
-    assert memory["gpu_reading"]["energy_joules"] == 5.0
-    assert memory["gpu_reading"]["throttle_reasons"] == ["software power cap", "software thermal slowdown"]
+    assert memory["gpu_reading"].energy_joules == 5.0
+    assert memory["gpu_reading"].throttle_reasons == ["software power cap", "software thermal slowdown"]
     assert timer.read_memory()["gpu_reading"] is None  # once per second
     timer.step.end, timer.step.memory = timer._now(), memory
     timer.unwritten.append((1, timer.step))

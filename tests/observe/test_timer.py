@@ -44,8 +44,8 @@ def timer(tmp_path: Path) -> ClockedTimer:
 
 
 def ended(timer: ClockedTimer, seconds: float) -> Any:
-    timer.at(seconds).step.end = seconds
-    return timer._row(1, timer.step)["own_seconds"]
+    timer.at(seconds).step.end, timer.step.memory = seconds, timer.read_memory()
+    return timer._row(1, timer.step).own_seconds
 
 
 def test_waits_and_backward_are_no_work_of_the_rank_itself(timer: ClockedTimer) -> None:

@@ -6,7 +6,6 @@ end, so data loading is inside and the rest is outside. On a GPU the clock is CU
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -28,7 +27,7 @@ from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.step_lines import StepLines
 from toolkit.record.heartbeat import peak_resident_bytes
-from toolkit.record.measurements import MemoryByPhase, drop_rows_after
+from toolkit.record.measurements import GpuReading, MemoryByPhase, StepRow, drop_rows_after
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
 
@@ -204,7 +203,7 @@ class StepTimer:
         if number == self.resumed_step + 1:
             self.progress.record_memory("step")
             if self.progress.memory_by_phase is not None:
-                finished.memory["memory_by_phase"] = self.progress.memory_by_phase.model_dump()
+                finished.memory["memory_by_phase"] = self.progress.memory_by_phase
             self.run.begin_training()
             if dropped := drop_rows_after(self.path, self.resumed_step):  # their steps were trained again
                 seconds = math.fsum(row.get("seconds", 0.0) for row in dropped)
@@ -235,21 +234,21 @@ class StepTimer:
         while self.unwritten and (wait or not self.cuda or self.unwritten[0][1].end.query()):
             number, step = self.unwritten.popleft()
             row = self._row(number, step)
-            if row["step_of_process"] > self.untimed_steps and not step.profiled:
-                self.timed_seconds.append(row["seconds"])
+            if number - self.resumed_step > self.untimed_steps and not step.profiled:
+                self.timed_seconds.append(row.seconds)
                 if step.compiler and (warning := step.compiler.warning(step=number, rank=self.rank)):
                     print(warning, flush=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(row.to_line())
             self._after_row(row, step)
 
-    def _after_row(self, row: dict[str, Any], step: _Step) -> None:
+    def _after_row(self, row: StepRow, step: _Step) -> None:
         """End the run on a loss or gradient norm that is not finite: the weights are lost from here on."""
-        norms = {} if self.scales_loss else {"gradient norm": row["grad_norm"] or row["local_grad_norm"]}
-        for name, value in ({"loss": row["loss"]} | norms).items():
+        norms = {} if self.scales_loss else {"gradient norm": row.grad_norm or row.local_grad_norm}
+        for name, value in ({"loss": row.loss} | norms).items():
             if self.stops_if_diverged and value is not None and not math.isfinite(value):
                 rows = tuple(number for facts in step.batches for number in facts.rows)
-                message = f"the {name} is {value} at step {row['step']}"
+                message = f"the {name} is {value} at step {row.step}"
                 raise Diverged(message, hint="lower `--learning_rate`", rows=rows)
 
     def read_memory(self) -> dict[str, Any]:
@@ -258,7 +257,7 @@ class StepTimer:
         if self.nvml is not None and now - self.queried_at >= SECONDS_BETWEEN_NVML_QUERIES:
             self.queried_at, self.driver_bytes = now, self.nvml.process_bytes(os.getpid())
             energy, throttles = self.nvml.energy_joules(), self.nvml.throttle_reasons()
-            gpu_reading = {"monotonic_seconds": now, "energy_joules": energy, "throttle_reasons": throttles}
+            gpu_reading = GpuReading(monotonic_seconds=now, energy_joules=energy, throttle_reasons=throttles)
         return {
             "peak_allocated_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.cuda else None,
@@ -268,32 +267,36 @@ class StepTimer:
             "peak_host_bytes": peak_resident_bytes(),
         }
 
-    def _row(self, number: int, step: _Step) -> dict[str, Any]:
+    def _row(self, number: int, step: _Step) -> StepRow:
         def tokens(name: str) -> int | None:  # None where a batch does not show it
             counts = [getattr(facts, name) for facts in step.batches if self.parts.counts_tokens]
             return None if None in counts or not step.batches else sum(counts)
 
-        compiler, turns = step.compiler, [*step.own_work, step.end]
+        turns, more = [*step.own_work, step.end], dict(step.memory)
         own_seconds = math.fsum(map(self._seconds, turns[::2], turns[1::2]))
-        return {
-            "step": number,
-            "step_of_process": number - self.resumed_step,
-            "rank": self.rank,
-            "world_size": None if self.run.single_process else self.run.world_size,
-            "ranks_per_gpu": sharing_ranks(),
-            "seconds": self._seconds(step.start, step.end),
-            "own_seconds": own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
-            "data_seconds": math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
-            "cpu_seconds": step.cpu_seconds,
-            **{name: tokens(name) for name in ("tokens", "non_padding_tokens", "supervised_tokens")},
-            "loss": math.fsum(loss.item() for loss in step.losses) if step.losses else None,
+        if step.profiled:
+            more["profiled"] = True
+        if step.compiler is not None:
+            more["compiled_graphs"] = step.compiler.graphs
+            more["graph_breaks"] = step.compiler.graph_breaks.total()
+        return StepRow(
+            step=number,
+            step_of_process=number - self.resumed_step,
+            rank=self.rank,
+            world_size=None if self.run.single_process else self.run.world_size,
+            ranks_per_gpu=sharing_ranks(),
+            seconds=self._seconds(step.start, step.end),
+            own_seconds=own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
+            data_seconds=math.fsum(self._seconds(*wait) for wait in step.data_waits if wait[1] is not None),
+            cpu_seconds=step.cpu_seconds,
+            tokens=tokens("tokens"),
+            non_padding_tokens=tokens("non_padding_tokens"),
+            supervised_tokens=tokens("supervised_tokens"),
+            loss=math.fsum(loss.item() for loss in step.losses) if step.losses else None,
+            batch_sha256="+".join(facts.sha256[:16] for facts in step.batches),
             **grad_norm_facts(step.grad_norm),
-            "batch_sha256": "+".join(facts.sha256[:16] for facts in step.batches),
-            **step.memory,
-            **({"profiled": True} if step.profiled else {}),
-            **({} if compiler is None else {"compiled_graphs": compiler.graphs}),
-            **({} if compiler is None else {"graph_breaks": compiler.graph_breaks.total()}),
-        }
+            **more,
+        )
 
     def _now(self) -> Any:
         if not self.cuda:

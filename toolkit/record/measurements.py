@@ -181,7 +181,7 @@ class GpuReading(BaseModel):
 
 
 class StepRow(BaseModel):
-    """One step of one rank, as its file must have it; a rehearsal and a CPU lack what has a default."""
+    """One step of one rank, as the timer writes it; a rehearsal and a CPU lack what has a default."""
 
     model_config = ConfigDict(strict=True)
 
@@ -201,20 +201,26 @@ class StepRow(BaseModel):
     supervised_tokens: NonNegativeInt | None
     loss: float | None
     """None in a rehearsal only; not finite in a run that diverged."""
-    grad_norm: float | None
+    grad_norm: float | None = None
     local_grad_norm: float | None = None
     grad_norm_ranks: PositiveInt | None = None
     batch_sha256: str
     peak_allocated_bytes: NonNegativeInt | None
     peak_reserved_bytes: NonNegativeInt | None
-    peak_host_bytes: NonNegativeInt | None
     allocator_retries: NonNegativeInt | None = None
     driver_bytes: NonNegativeInt | None = None
     gpu_reading: GpuReading | None = None
+    peak_host_bytes: NonNegativeInt | None
     memory_by_phase: MemoryByPhase | None = None
     profiled: bool = False
     compiled_graphs: NonNegativeInt | None = None
     graph_breaks: NonNegativeInt | None = None
+    rehearsed: bool = False
+
+    def to_line(self) -> str:
+        """Return the line of a rank's file, without the flags and counts that are not set."""
+        values = {name: value for name, value in self.model_dump().items() if name in self.model_fields_set}
+        return json.dumps(values) + "\n"
 
 
 def read_rows(path: Path) -> list[StepRow]:

@@ -31,7 +31,7 @@ from toolkit.observe.observer import Observer
 from toolkit.observe.timer import StepTimer
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.measurements import read_rows
+from toolkit.record.measurements import StepRow, read_rows
 from toolkit.record.reading import RankReading
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
@@ -288,13 +288,14 @@ class RehearsedTimer(StepTimer):
         phases = self.read_peaks().values()  # the allocator's own peaks begin again with each phase
         return super().read_memory() | {name: max(peaks[name] for peaks in phases) for name in PEAKS if phases}
 
-    def _row(self, number: int, step: Any) -> dict[str, Any]:
-        return super()._row(number, step) | dict.fromkeys(MEANINGLESS_COLUMNS) | {"rehearsed": True}
+    def _row(self, number: int, step: Any) -> StepRow:
+        meaningless: dict[str, Any] = dict.fromkeys(MEANINGLESS_COLUMNS)
+        return super()._row(number, step).model_copy(update=meaningless | {"rehearsed": True})
 
-    def _after_row(self, row: dict[str, Any], step: Any) -> None:
+    def _after_row(self, row: StepRow, step: Any) -> None:
         del step  # a loss that is not finite says nothing about the job
-        of_steps = f"{row['step']}/{self.step_lines.max_steps}"
-        print(f"step {of_steps} rehearsed  {row['seconds']:.2f} s of compute", flush=True)
+        of_steps = f"{row.step}/{self.step_lines.max_steps}"
+        print(f"step {of_steps} rehearsed  {row.seconds:.2f} s of compute", flush=True)
 
     def print_log(self, *_: Any) -> None:
         """Nothing: what is logged has no meaning here."""

@@ -183,12 +183,12 @@ def gradient_replicas(ranks: Readings) -> int:
     return len(ranks) // (first.dp_shard_size or len(ranks))
 
 
-def grad_norm_facts(grad_norm: Any) -> dict[str, float | int | None]:
+def grad_norm_facts(grad_norm: Any) -> dict[str, Any]:
     """Return the norm over all ranks, or under FSDP2 this rank's share of it, which readers combine.
 
     Reading the value of a sharded norm would add a collective to every step.
     """
-    facts: dict[str, float | int | None] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
+    facts: dict[str, Any] = {"grad_norm": None, "local_grad_norm": None, "grad_norm_ranks": None}
     if grad_norm is None:
         return facts
     norm = float(getattr(grad_norm, "to_local", lambda: grad_norm)())
