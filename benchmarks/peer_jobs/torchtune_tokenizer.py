@@ -11,5 +11,5 @@ class TextTokenizer(HuggingFaceBaseTokenizer):
     max_seq_len = None
     pad_id = 0
 
-    def encode(self, text, add_bos=True, add_eos=True):  # noqa: ARG002
+    def encode(self, text, add_bos=True, add_eos=True):
         return super().encode(text, add_bos=False, add_eos=add_eos)

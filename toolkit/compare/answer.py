@@ -34,7 +34,6 @@ class Answer:
 
     @property
     def lines(self) -> list[str]:
-        """The answer as lines of text."""
         return [self.headline, *(f"- {detail}" for detail in self.details)]
 
 
@@ -117,7 +116,6 @@ def _decide(results: Results, world_size: int, ranked: Sequence[LabelledRow]) ->
 
 
 def _least_memory(results: Results, ranked: Sequence[LabelledRow], base: LabelledRow | None = None) -> list[str]:
-    """The row with the least memory, relative to the one taken, or to the baseline."""
     base = base or next((labelled for labelled in ranked if labelled[1].parity == "reference"), None)
     known = [labelled for labelled in ranked if results.peak_bytes(labelled[1])]
     least = min(known, key=lambda labelled: results.peak_bytes(labelled[1]) or 0, default=None)
@@ -162,7 +160,6 @@ def relative_speed(own: Row, other: Row) -> Interval:
 
 
 def _useful_interval(row: Row) -> Interval:
-    """The interval of the speed without padding."""
     low, high = row.tokens_per_second_interval or (0.0, float("inf"))
     share = row.useful_speed / (row.tokens_per_second or 1.0)
     return low * share, high * share
@@ -183,7 +180,6 @@ def _bytes_on_cpu(ranked: Sequence[LabelledRow]) -> list[str]:
 
 
 def _about_all(results: Results) -> list[str]:
-    """Scaling, the batch search, and the rows that are left out."""
     rows, lines = results.labelled_rows, []
     scaled = [row for row in results.rows if row.preset == results.reference and row.scaling_efficiency]
     if len(scaled) > 1:

@@ -274,8 +274,6 @@ def _with_derived_columns(
     spec: ComparisonSpec,
     shape: ModelShape | None,
 ) -> Row:
-    """The planner's peaks, the row's batch, what the batch search tried and what the side runs measured."""
-
     def with_plan(failure: Failure | None, planned: Mapping[str, int]) -> Failure | None:
         return failure and failure.updated(predicted_bytes=planned.get("planned_peak_bytes"))
 

@@ -221,7 +221,6 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
 
 
 def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:
-    """Duration of the trials that are left, and the cost of their GPUs for as long."""
     ends = [(trial.row.world_size, span.low, span.high) for trial, span in durations.items() if span is not None]
     if len(ends) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")

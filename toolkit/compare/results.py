@@ -23,8 +23,6 @@ Scaling = Literal["strong", "weak"]
 
 
 class InstalledGpu(Model):
-    """One GPU."""
-
     name: str
     """Name that the driver reports."""
     memory_bytes: Annotated[Bytes, Column(unit="bytes")]
@@ -40,8 +38,6 @@ class InstalledGpu(Model):
 
 
 class Disk(Model):
-    """The disk that the comparison was written to."""
-
     filesystem: str | None
     """Its file system."""
     total_bytes: Annotated[Bytes, Column(unit="bytes")]
@@ -155,7 +151,6 @@ class Results(Model):
 
     @property
     def on_cpu(self) -> bool:
-        """The comparison ran without a GPU."""
         return self.environment.device == "cpu"
 
     @property

@@ -56,7 +56,6 @@ class RowKey:
 
     @property
     def name(self) -> str:
-        """The row's name in files and tables."""
         return f"{self.preset}-n{self.world_size}"
 
 
@@ -127,8 +126,6 @@ class FlopsPerToken(Model):
 
 
 class TimelineRank(Model):
-    """One rank of a timeline."""
-
     rank: Count
     """The rank."""
     start_seconds: Annotated[NonNegativeReal, Column(unit="s")]
@@ -274,7 +271,6 @@ class _Outcome(Model):
         return values
 
     def without_speeds(self) -> Self:
-        """Return the same without speeds and what is derived from them."""
         return self.updated(**without_speeds(type(self)))
 
     def with_parity(self, parity: Parity | None, message: str | None) -> Self:
@@ -284,7 +280,6 @@ class _Outcome(Model):
 
     @property
     def key(self) -> RowKey:
-        """The row that it is, or that it is a repeat of."""
         return RowKey(preset=self.preset, world_size=self.world_size)
 
     @property
@@ -294,7 +289,6 @@ class _Outcome(Model):
 
     @property
     def unsupported(self) -> bool:
-        """It cannot run on this node."""
         return self.status == NOT_SUPPORTED
 
     @property
@@ -314,7 +308,6 @@ class _Outcome(Model):
 
     @property
     def status_text(self) -> str:
-        """The status as tables show it."""
         warned = self.completed and self.message is not None
         return PARITY_FAILED if self.failed_parity else "may have diverged" if warned else self.status
 

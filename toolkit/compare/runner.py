@@ -70,7 +70,6 @@ class ConsoleProgress(LiveLine):
         super().__init__()
 
     def start(self, name: str) -> None:
-        """Announce a run."""
         self.name, self.text, self.started = f"[{self.finished + 1}/{self.total}] {name}", "starting", time.monotonic()
         self.printed = self.started
         self.print(f"{self.name}: starting")
@@ -87,7 +86,6 @@ class ConsoleProgress(LiveLine):
             self.print(f"{self.name}: {line}")
 
     def finish(self, record: Run, *, from_ledger: bool = False) -> None:
-        """Print the outcome, with the speed or the message."""
         self.run_seconds += [] if record.wall_seconds is None else [record.wall_seconds]
         note = "already in the ledger" if from_ledger else f"in {seconds(record.wall_seconds)}"
         outcome = f"{record.status}: {record.message}"
@@ -98,7 +96,6 @@ class ConsoleProgress(LiveLine):
         self._count(f"{record.label}: {outcome} ({note})")
 
     def finish_probe(self, record: Run) -> None:
-        """Print the outcome; probes are not counted."""
         ended = record.status + (f" in phase {record.phase}" if record.phase else "")
         self.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})")
 
@@ -137,17 +134,14 @@ class Runner:
 
     @property
     def folder(self) -> Path:
-        """The folder of the comparison."""
         return self.options.output_dir
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger in the folder."""
         return Ledger(self.folder / LEDGER_FILE)
 
     @property
     def rows(self) -> list[RowKey]:
-        """The rows that run."""
         return [row for row in self.spec.rows() if row.name not in self.unsupported]
 
     def run(self) -> None:
@@ -169,7 +163,6 @@ class Runner:
                 finished[trial.id] = self.run_trial(trial, position)
 
     def run_trial(self, trial: Trial, position: int) -> LedgerRecord:
-        """Run one trial, and add it to the ledger."""
         self.progress.start(trial.label)
         run_folder = self.start_run(trial.row, self.folder / "trials" / trial.id)
         steps = self.spec.untimed_steps

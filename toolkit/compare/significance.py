@@ -79,7 +79,6 @@ def ratio_confidence(num_ratios: int) -> float:
 
 
 def difference(ratio: Interval | None) -> Difference | None:
-    """Return the claim that a ratio's interval supports; None without an interval."""
     if ratio is None:
         return None
     return "faster" if ratio[0] > 1 else "slower" if ratio[1] < 1 else "no difference seen"

@@ -119,7 +119,6 @@ class ComparisonSpec(BaseModel):
     of its ranks train on the same rows."""
 
     def allocation(self) -> Allocation | None:
-        """Return the SLURM job to run in, None on this node alone. Raises ToolkitError outside a SLURM job."""
         per_node = self.processes_per_node
         return None if per_node is None else Allocation.current(processes_per_node=per_node)
 
@@ -137,7 +136,6 @@ class ComparisonSpec(BaseModel):
         return ordered
 
     def preset(self, name: str) -> PresetSpec:
-        """Load the preset that is compared under this name."""
         return load_preset(self.preset_sources[name])
 
     @property
@@ -151,7 +149,6 @@ class ComparisonSpec(BaseModel):
         return None if self.script_or_module else Job.from_argv(self.training_arguments)
 
     def baseline(self, world_size: int) -> RowKey:
-        """Return the baseline's row with this number of processes."""
         return RowKey(preset=self.reference, world_size=world_size)
 
     def job(self, row: RowKey) -> Job:
@@ -171,7 +168,6 @@ class ComparisonSpec(BaseModel):
         return [*words, *self.extra_arguments.get(row.preset, ()), *batch]
 
     def layout(self, row: RowKey) -> ParallelLayout | None:
-        """Return how a row divides its ranks; None for data parallelism alone."""
         parallel, degrees = self.expected[row.preset].parallel, self.job(row).degrees
         return divide_ranks(parallel, degrees, world_size=row.world_size) if parallel else None
 
@@ -200,7 +196,6 @@ class ComparisonSpec(BaseModel):
         return [*self.own_argv(row), *(word for flag in flags for word in flag)]
 
     def train_options(self, row: RowKey, run_folder: Path, extra_arguments: Sequence[str] = ()) -> TrainOptions:
-        """Return the options of one run of a row."""
         return TrainOptions(
             preset=self.preset_sources[row.preset],
             num_processes=row.world_size,

@@ -111,7 +111,6 @@ def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Tab
 
 
 def _without_equal_statuses(table: Table) -> Table:
-    """Leave the second column out where every row completed."""
     if any(row[1].text != status.COMPLETED for row in table.rows):
         return table
     return table.with_columns([index for index in range(len(table.headings)) if index != 1])
@@ -234,7 +233,6 @@ def format_cell(value: object, column: Column, unit: ByteUnit) -> Cell:
 
 
 def bytes_cell(size: int | None, unit: ByteUnit) -> Cell:
-    """Return a size in a table's unit."""
     return Cell(text=unit.text(size), value=size)
 
 

@@ -35,7 +35,6 @@ class RowPair(NamedTuple):
 
     @classmethod
     def of(cls, before: Row, after: Row) -> RowPair:
-        """Pair a row with the same row after the change."""
         old, new = (row.tokens_per_second if row.completed else None for row in (before, after))
         ratio, interval = new / old if old and new else None, None
         old_ends, new_ends = before.tokens_per_second_interval, after.tokens_per_second_interval
@@ -54,7 +53,6 @@ class BeforeAndAfter:
 
     @property
     def pairs(self) -> list[RowPair]:
-        """The rows that are in both."""
         after = {row.key: row for row in self.after.rows}
         return [RowPair.of(row, after[row.key]) for row in self.before.rows if row.key in after]
 

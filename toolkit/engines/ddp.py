@@ -43,7 +43,6 @@ class Ddp(Engine):
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Return what keeps DDP from the Trainer's default, which traverses the graph again in every step."""
-        del config, deepspeed_config
         return {"ddp_find_unused_parameters": False}
 
     def buffers(

@@ -98,14 +98,12 @@ class Engine:
 
     def with_dimensions(self, names: Sequence[str]) -> Engine:
         """Return the engine that divides its ranks by these dimensions."""
-        del names
         return self
 
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
     ) -> dict[str, Any]:
         """Return what accelerate's configuration and DeepSpeed's settings specify, as fields of a `PresetSpec`."""
-        del settings, parallel
         return {
             "sharding": "replicate",
             "min_world_size": 1,
@@ -116,7 +114,6 @@ class Engine:
 
     def in_effect(self, world_size: int | None) -> str:
         """Return the name of the engine that wraps the model of so many processes on GPUs."""
-        del world_size
         return self.name
 
     def sharded_parts(self, sharding: str) -> tuple[str, ...]:
@@ -126,22 +123,18 @@ class Engine:
 
     def offloaded_gradient_bytes(self, sharding: str) -> int:
         """Return the bytes of a gradient whose optimizer is offloaded."""
-        del sharding
         return self.state_bytes[1]
 
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
         """Return why `torch_compile` does not pay, or None where it may."""
-        del sharding
         return None
 
     def rejects_auto_find_batch_size(self, sharding: str) -> bool:
         """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
-        del sharding
         return False
 
     def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
         """Return what does not work, and the upstream issue."""
-        del sharding
         return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
@@ -149,7 +142,6 @@ class Engine:
 
         In a distributed checkpoint it does if optimizer states have one fp32 number for each element of a parameter.
         """
-        del universal
         return sharding != "hybrid_shard" and one_number_each
 
     def expect_no_other_ranks(self) -> None:
@@ -161,7 +153,6 @@ class Engine:
         self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
         """Return what is known of the dtypes of gradients and of their reduction (docs/concepts/numerics.md)."""
-        del compute_dtype, deepspeed_config, splits_sequences
         return {"gradient_dtype": "float32", "reduce_dtype": "float32"}
 
     def largest_shard(self, shapes: Sequence[tuple[int, ...]], *, ranks: int) -> int:
@@ -170,7 +161,6 @@ class Engine:
 
     def persistence_threshold(self, zero_block: Mapping[str, Any], sharding: str, *, hidden_size: int | None) -> int:
         """Return the elements up to which a gathered parameter is never released."""
-        del zero_block, sharding, hidden_size
         return 0
 
     # -- what puts it in effect in a script of one's own
@@ -179,12 +169,10 @@ class Engine:
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Return the `TrainingArguments` that the preset's files stand for."""
-        del config, deepspeed_config
         return {}
 
     def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the variables of the launcher's environment that `TrainingArguments` cannot carry."""
-        del config
         return {}
 
     # -- what a plan asks
@@ -205,7 +193,6 @@ class Engine:
         self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
     ) -> EngineBuffers:
         """Return what is allocated beside model states and activations: two weights that are cast, and the step."""
-        del states
         casts = settings.trained_bytes == FP32_BYTES  # weights that are held in bf16 are not cast
         cast_weight = 2 * (weights.largest_trained if weights.adapters else weights.largest_linear) * casts
         return EngineBuffers(
@@ -216,12 +203,10 @@ class Engine:
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
         """Yield the blocks of host memory that one rank allocates when its engine is built."""
-        del settings, weights, states
         yield from ()
 
     def created_on_host(self, states: ModelStates) -> int:
         """Return what one rank allocates there in its first step, with its optimizer offloaded."""
-        del states
         return 0
 
     def collectives(self, step: PlannedStep) -> Iterator[Collective]:
@@ -231,7 +216,6 @@ class Engine:
 
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
         """Return True if only the first rank of a node has the weights on the host before they are on the GPU."""
-        del settings, weights
         return False
 
 

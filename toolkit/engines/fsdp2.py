@@ -82,7 +82,6 @@ class FullyShard(Engine):
     # -- what a plan asks
 
     def model_states(self, settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
-        """Return the bytes of the rows that the rank holds."""
         # the place of this rank among those that share its copy of the model
         apart = settings.layout.ranks_per_batch if settings.layout is not None and settings.sharded_at_load else 1
         shard_rank = settings.rank // apart % settings.shard_ranks
@@ -134,18 +133,14 @@ class FullyShard(Engine):
         )
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
-        """Yield the parameters' shards."""
-        del weights
         if settings.offload_optimizer is not None:
             yield states.parameter_bytes - states.persistent_bytes
 
     def created_on_host(self, states: ModelStates) -> int:
-        """Return gradients and AdamW's states."""
         return states.gradient_bytes + states.optimizer_bytes
 
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
         """Return True: rank 0 loads and broadcasts one tensor at a time (`fsdp_cpu_ram_efficient_loading`)."""
-        del settings, weights
         return True
 
 
@@ -176,7 +171,6 @@ class Fsdp2(FullyShard):
         self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
         """Return fp32 gradients, which are reduced in the compute dtype."""
-        del deepspeed_config, splits_sequences
         return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
 
     def collectives(self, step: PlannedStep) -> Iterator[Collective]:
@@ -203,14 +197,11 @@ class Fsdp2(FullyShard):
     def training_arguments(
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Return `fsdp` and `fsdp_config`."""
-        del deepspeed_config
         block = config["fsdp_config"]
         given = {FSDP_CONFIG_KEYS[key]: value for key, value in block.items() if key in FSDP_CONFIG_KEYS}
         return {"fsdp": True, "fsdp_config": given}
 
     def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return accelerate's `FSDP_*` variables."""
         environment = {"ACCELERATE_USE_FSDP": "true"}
         for key, value in config["fsdp_config"].items():
             if key != PARALLEL_KEY:

@@ -28,8 +28,6 @@ def is_fsdp2(model: Any) -> bool:
 
 
 class Fsdp2Live(TorchLive):
-    """A model that `fully_shard` manages."""
-
     holds_copies = True
 
     @property
@@ -38,7 +36,6 @@ class Fsdp2Live(TorchLive):
         return isinstance(self.wrapped, FSDPModule)
 
     def read(self, trainer: Any, parameters: list[Any]) -> RankReading:
-        """Return what is in effect after the first step."""
         groups = parameter_groups(self.wrapped)
         dtype = next(p.dtype for p in parameters if p.requires_grad)
         offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
@@ -55,7 +52,6 @@ class Fsdp2Live(TorchLive):
 
     def reduce_dtype(self, held: list[Any]) -> str | None:
         """Return the dtypes of the reduce-scatter, from the mixed-precision policies of the parameter groups."""
-        del held
         policies = [group.mp_policy for group in parameter_groups(self.wrapped)]
         dtype = next(self.wrapped.parameters()).dtype
         return "+".join(sorted({dtype_name(each.reduce_dtype or each.param_dtype or dtype) for each in policies}))

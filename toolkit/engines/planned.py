@@ -46,7 +46,6 @@ class ModelStates:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of the three states."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 

@@ -27,23 +27,18 @@ KNOWN_IN: Mapping[str, str] = {
 
 
 class Seam(NamedTuple):
-    """A private name."""
-
     name: str
     why: str
 
     @property
     def library(self) -> str:
-        """The package that has it."""
         return self.name.partition(".")[0].partition(":")[0]
 
     @property
     def attribute(self) -> str:
-        """The name itself."""
         return self.name.rpartition(":")[2].rpartition(".")[2]
 
     def is_there(self) -> bool:
-        """Return True if the installed version has it. Imports the module."""
         module, _, path = self.name.partition(":")
         try:
             found = importlib.import_module(module)

@@ -23,7 +23,6 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -128,7 +127,6 @@ def num_params(model: Any) -> int:
 
 
 def num_trainable_params(model: Any) -> int:
-    """Return the trained parameters of the unsharded model."""
     return sum(full_size(p) for p in model.parameters() if p.requires_grad)
 
 

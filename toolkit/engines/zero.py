@@ -102,7 +102,6 @@ class Zero(Engine):
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
     ) -> dict[str, Any]:
-        """Return the fields, from DeepSpeed's settings."""
         zero = settings.get("zero_optimization", {})
         # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
         hpz = int(zero.get("zero_hpz_partition_size", 1))
@@ -120,7 +119,6 @@ class Zero(Engine):
         }
 
     def offloaded_gradient_bytes(self, sharding: str) -> int:
-        """Return the bytes of a gradient on the host."""
         return OFFLOADED_GRADIENT_BYTES.get(sharding, self.state_bytes[1])
 
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
@@ -130,11 +128,9 @@ class Zero(Engine):
         return "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
 
     def rejects_auto_find_batch_size(self, sharding: str) -> bool:
-        """Return True under ZeRO-3."""
         return sharding in SHARDS_PARAMETERS
 
     def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
-        """Return what does not work under a stage, and the upstream issue."""
         if sharding in SHARDS_PARAMETERS:
             return (
                 "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",
@@ -144,12 +140,9 @@ class Zero(Engine):
         return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
-        """Return True for the universal layout."""
-        del sharding, one_number_each
         return universal
 
     def expect_no_other_ranks(self) -> None:
-        """Let ZeRO-3 start in a rehearsal."""
         from toolkit.engines import zero_live
 
         zero_live.expect_no_other_ranks()
@@ -188,13 +181,9 @@ class Zero(Engine):
     def training_arguments(
         self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Return `deepspeed`, the settings themselves."""
-        del config
         return {"deepspeed": deepspeed_config}
 
     def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the variable by which accelerate knows the engine."""
-        del config
         return {"ACCELERATE_USE_DEEPSPEED": "true"}
 
     # -- what a plan asks
@@ -207,7 +196,6 @@ class Zero(Engine):
         self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
     ) -> EngineBuffers:
         """Return buckets, what is gathered, and what the step flattens."""
-        del states, job
         return (_zero3_buffers if settings.shards_parameters else _zero12_buffers)(settings, weights)
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:

@@ -28,7 +28,6 @@ def remove_shared_buffer(rank: int) -> None:
 
 
 def is_zero(wrapped: Any) -> bool:
-    """Return True for a DeepSpeed engine."""
     return hasattr(wrapped, "zero_optimization_stage")
 
 
@@ -38,20 +37,15 @@ def is_zero3(parameter: Any) -> bool:
 
 
 class ZeroLive(TorchLive):
-    """A DeepSpeed engine."""
-
     reduces_itself = True
     holds_copies = True
     is_divided = True
 
     def optimizer(self, trainer: Any) -> Any:
-        """Return DeepSpeed's own, around the one that steps."""
-        del trainer
         return self.wrapped.optimizer
 
     def read(self, trainer: Any, parameters: list[Any]) -> RankReading:
         """Return what is in effect after the first step, under any ZeRO stage."""
-        del trainer
         zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
         sharding = {1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}.get(stage, "replicate")
         masters, states = self.flat_masters(), optimizer_state_tensors(zero.optimizer)
@@ -101,8 +95,6 @@ class ZeroLive(TorchLive):
         return offloaded or [g for group in zero.averaged_gradients.values() for g in (group or [])]
 
     def reduce_dtype(self, held: list[Any]) -> str | None:
-        """Return the engine's own."""
-        del held
         return dtype_name(self.wrapped.communication_data_type)
 
     def accumulated(self) -> tuple[list[Any], list[Any]]:
@@ -137,7 +129,6 @@ class ZeroLive(TorchLive):
         setattr(target, method, first)
 
     def flat_masters(self) -> list[torch.Tensor]:
-        """Return the flat fp32 partitions that a rank's optimizer updates."""
         zero, stage = self.wrapped.optimizer, self.wrapped.zero_optimization_stage()
         return list(zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups)
 
@@ -151,8 +142,6 @@ class ZeroLive(TorchLive):
         return float(gradient)
 
     def sequence_ranks(self, accelerator: Any) -> tuple[dict[str, int], dist.ProcessGroup]:
-        """Return the degrees of Ulysses, and the group that shares a sequence."""
-        del accelerator
         from deepspeed.utils import groups
 
         group = groups._get_sequence_parallel_group()

@@ -249,7 +249,6 @@ class ObservedLoop:
             self.run.complete(untimed_steps=self.training.untimed_steps)
 
     def release(self) -> None:
-        """Leave the loop as it was, and the record as it is."""
         self.observer.leave()
         ObservedLoop.current, DataLoaderShard.__iter__ = None, iterate_loader
 

@@ -159,7 +159,6 @@ class CheckpointSaver:
             self.saves[-1].stall_seconds += waited
 
     def note_save(self, kind: str, files: Iterable[Path], began: float) -> None:
-        """Record how long a save took and the bytes of its files; rank 0 counts what all ranks wrote."""
         record = SaveRecord(kind=kind, step=self.trainer.state.global_step, stall_seconds=time.monotonic() - began)
         record.complete(sum(path.stat().st_size for path in files), began=began, writing_began=began)
         self.saves.append(record)

@@ -47,7 +47,6 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
             self.store = join_store(timedelta(seconds=args.ddp_timeout), self.run.progress)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         step = state.global_step
         decides, reads = step % DECIDE_EVERY_STEPS == 0, step % DECIDE_EVERY_STEPS == READ_AFTER_STEPS
         if decides and self.timer.rank == 0:

@@ -136,7 +136,6 @@ class ScriptRun:
         return int((self.folder.read_run() or {}).get("exit_code") or EXIT_RUN_FAILED)
 
     def _close_folder(self, code: int, told: str | None) -> int:
-        """Write how the script ended, and return the exit code."""
         done, hint = (self.folder.read_run() or {}).get("status") == status.COMPLETED, None
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
@@ -246,7 +245,6 @@ class ScriptRun:
             self.stops.follow(observer.progress)
 
     def _next_folder(self) -> tuple[Path, bool]:
-        """The first training is in the run folder, each later one in a folder of its own below it."""
         self.trainings += 1
         first = self.trainings == 1
         return (self.folder.path if first else self.folder.path / f"training-{self.trainings}"), first
@@ -316,7 +314,6 @@ class AfterResume(TrainerCallback):  # type: ignore[misc]
         self.folder, self.checkpoint = folder, checkpoint
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
         if not (self.checkpoint and state.is_world_process_zero):
             return
         resumed, lost, restarts = state.global_step - 1, "", (self.folder.read_run() or {}).get("restarts", [])
@@ -337,11 +334,9 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]
         self.steps, self.last = steps, steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
         self.last = state.global_step + self.steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         control.should_training_stop |= state.global_step >= self.last
 
 

@@ -136,7 +136,6 @@ class ObservedRun:
         print(f"{done}: {len(measured.step_tokens)} steps, {loss}{speed}; {self.folder.path}", flush=True)
 
     def write_completion(self, **facts: Any) -> None:
-        """Write run.json's status, times and `facts`."""
         self.progress.enter("end")
         self.folder.update_run(
             status=status.COMPLETED,
@@ -148,7 +147,6 @@ class ObservedRun:
 
 
 def barrier(group: Any = None) -> None:
-    """Wait for all ranks of the group."""
     if dist.is_initialized():
         dist.barrier(group)
 

@@ -123,7 +123,6 @@ class Observer:
         return None if self.saver is None else self.saver.background
 
     def add_callback(self, trainer: Any, callback: TrainerCallback) -> None:
-        """Give the Trainer a callback for this training."""
         trainer.add_callback(callback)
         self.undo.append(functools.partial(trainer.remove_callback, callback))
 
@@ -135,7 +134,6 @@ class Observer:
         return facts_of(self.count, batch) if self.count is not None and on_host else None
 
     def leave(self) -> None:
-        """Take everything off the Trainer again."""
         for undo in reversed(self.undo):
             undo()
         self.undo.clear()
@@ -287,7 +285,6 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
         self.observer = observer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del control
         self.observer.timer.scales_loss = bool(args.fp16)
         self.observer.begin_training(state.global_step)
 
@@ -298,12 +295,10 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
         self.observer.before_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         self.observer.timer.step_lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
         self.observer.end_step(state.global_step, is_saved=control.should_save)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        del args, control
         if state.is_world_process_zero:
             self.observer.timer.print_log(state.global_step, logs or {})
         self.observer.timer.restart_clock()

@@ -47,12 +47,10 @@ class Profiler(TrainerCallback):  # type: ignore[misc]
         """This rank's profiled steps, and one of them as a timeline."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
         if state.global_step + 1 == self.first:
             self._start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
         if self.running is not None:
             self.running.step()
             if state.global_step == self.last:

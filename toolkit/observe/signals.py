@@ -166,23 +166,19 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
     # -- the places
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del control
         self.saves, self.first_step = str(args.save_strategy) != "SaveStrategy.NO", state.global_step
         self._is_last((state.global_step, 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         if self._is_last((state.global_step, 0)):  # an evaluation that is due draws its random numbers, and ends
             self._stop(state, control, saves=self.saves)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         if self.may_stop_evaluation and self._is_last((self.place[0], self.place[1] + 1)):
             self._stop(state, control, saves=self.saves)
             raise EvaluationStopped
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args
         if self._is_last((self.place[0], self.place[1] + 1)):
             self._stop(state, control, saves=False)
 
@@ -193,7 +189,6 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
             control.should_save = saves
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, state
         if self.stopped:  # the Trainer would evaluate, and save again
             control.should_evaluate = control.should_save = False
 

@@ -34,14 +34,12 @@ class StepLines:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, on rank 0."""
         if self.run.writes and not self.run.single_process:
             self.ended.clear()
             self.thread = threading.Thread(target=self._follow, name="step lines", daemon=True)
             self.thread.start()
 
     def end(self) -> None:
-        """End the thread, and print the last step."""
         if self.thread is None:
             return
         self.ended.set()

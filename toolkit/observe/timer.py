@@ -55,7 +55,6 @@ class CompilerEvents(NamedTuple):
         )
 
     def since(self, earlier: CompilerEvents) -> CompilerEvents:
-        """Return what happened after an earlier reading."""
         return CompilerEvents(*map(operator.sub, self, earlier))
 
     def warning(self, *, step: int, rank: int) -> str | None:
@@ -69,8 +68,6 @@ class CompilerEvents(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """The optimizer step in progress: the batches it trains on, and losses that are still on the device."""
-
     batches: list[BatchFacts] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     grad_norm: Any = None
@@ -134,7 +131,6 @@ class StepTimer:
                 self.first_batches.append(facts.sha256)
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of one accumulation step; it stays on its device."""
         self.step.losses.append(loss)
 
     def begin_data(self) -> None:
@@ -142,7 +138,6 @@ class StepTimer:
         self.step.data_waits.append((self._now(), None))
 
     def end_data(self) -> None:
-        """Note that it has them."""
         if self.step.data_waits and self.step.data_waits[-1][1] is None:
             self.step.data_waits[-1] = (self.step.data_waits[-1][0], self._now())
 

@@ -38,7 +38,6 @@ class StepsAlone(TrainerCallback):  # type: ignore[misc]
     """Keeps the Trainer from saving and evaluating; its arguments stay: callbacks of a script may require them."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, state
         control.should_save = control.should_evaluate = False
 
     on_epoch_end = on_step_end

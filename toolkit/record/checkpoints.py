@@ -59,8 +59,6 @@ class _Record(BaseModel):
 
 
 class FileEntry(_Record):
-    """One file of a checkpoint."""
-
     path: str
     """Relative to the checkpoint, and inside of it."""
     bytes: Count
@@ -174,7 +172,6 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int | None:
-        """Size of all files in the manifest; None without one."""
         return None if self.manifest is None else sum(entry.bytes for entry in self.manifest.files)
 
     def problem(self, deep: bool = False) -> str | None:
@@ -324,7 +321,6 @@ def file_entries(folder: Path, paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with open_file(path) as file:
         return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 

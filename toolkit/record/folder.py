@@ -123,7 +123,6 @@ class RunFolder:
             raise self.unwritable(error) from None
 
     def make(self) -> None:
-        """Create the folder. Raises ToolkitError if that is not possible."""
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -171,7 +170,6 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def start_facts() -> dict[str, Any]:
-    """Return the start time of a run as run.json records it."""
     now = time.time()
     return {"started": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"), "started_unix": now}
 

@@ -71,7 +71,6 @@ class Heartbeat(BaseModel):
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far the rank has come."""
         return self.step, self.micro_steps
 
     @property

@@ -33,8 +33,6 @@ Parsed = TypeVar("Parsed", bound=_RunFile)
 
 
 class ProfiledStep(_RunFile):
-    """One profiled step of one rank."""
-
     step_seconds: NonNegativeReal
     communication_seconds: NonNegativeReal
     exposed_communication_seconds: NonNegativeReal
@@ -50,8 +48,6 @@ class ProfiledRank(_RunFile):
 
 
 class Profile(_RunFile):
-    """What the profiler recorded."""
-
     last_step: Count = 0
     steps: tuple[ProfiledStep, ...] | None = ()
     timeline: tuple[ProfiledRank, ...] | None = ()
@@ -160,14 +156,10 @@ class RecordedFailure(_RunFile):
 
 
 class ExpectedReadings(_RunFile):
-    """What the preset specifies."""
-
     master_dtype: str | None = None
 
 
 class RecordedAttestation(_RunFile):
-    """`attestation.json`."""
-
     ranks: tuple[RankReading, ...] | None = ()
     expected: ExpectedReadings | None = None
     kernels: tuple[dict[str, Any], ...] = ()

@@ -40,8 +40,6 @@ Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class Moment(BaseModel):
-    """The beginning of a phase."""
-
     model_config = ConfigDict(frozen=True)
 
     unix: Seconds

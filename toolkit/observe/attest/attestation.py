@@ -277,7 +277,6 @@ class Attestation:
         return checkpoints or name == CHANGED_AFTER_CLIPPING
 
     def byte_differences(self, ranks: list[RankReading]) -> list[Difference]:
-        """Return where the ranks do not hold the bytes that the preset's sharding allows."""
         return byte_differences(ranks)
 
     def expected_values(self) -> Values:

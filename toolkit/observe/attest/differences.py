@@ -34,7 +34,6 @@ class Difference:
         return f"{self.name}{where} is {self.found}, expected {self.expected}"
 
     def to_json(self) -> Values:
-        """Return the entry of `differences` in `attestation.json`."""
         return {"fact": self.name, "rank": self.rank, "expected": self.expected, "found": self.found}
 
 

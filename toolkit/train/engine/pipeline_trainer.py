@@ -136,7 +136,7 @@ class PipelineTrainer(SupervisedTrainer):
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:  # noqa: ARG002
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the loss of one micro-batch; the first trains all of the step."""
         if not self.losses:
             model.train()
