@@ -105,7 +105,12 @@ def _content(results: Results) -> dict[str, Any]:
         "profiled_steps": tables.profiled_steps(results),
         "failures": [(label, row, failure_details(results, row)) for label, row in rows if not row.completed],
         "parity": tables.parity_table(results),
-        "messages": [(label, text) for label, row in rows for text in _messages(row)],
+        "messages": [
+            (label, text)
+            for label, row in rows
+            for text in (row.parity_message, row.message if row.completed else None)
+            if text
+        ],
         "probes": tables.probes_table(results),
         "sections": {name: table for name, table in sections.items() if table and table.has_figures},
         "scaling": tables.scaling_table(results),
@@ -115,11 +120,6 @@ def _content(results: Results) -> dict[str, Any]:
         "environment": _environment(results),
         "shell_commands": "\n".join(f"# {one_line(label)}\n{row.command}" for label, row in rows),
     }
-
-
-def _messages(row: Row) -> list[str]:
-    """What differs from the baseline, and what is wrong with a row that completed."""
-    return list(filter(None, (row.parity_message, row.message if row.completed else None)))
 
 
 def failure_details(results: Results, row: Row) -> str:

@@ -38,7 +38,6 @@ from toolkit.compare.predictions import search_bounds
 from toolkit.compare.rows import RowKey, Run, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches
 from toolkit.job.global_batch import BATCH_ARGUMENT
-from toolkit.job.job import Job
 from toolkit.launch.launch import run_training
 from toolkit.launch.nvme import NvmeDisk
 from toolkit.launch.terminal import LiveLine
@@ -94,10 +93,6 @@ class ConsoleProgress(LiveLine):
             outcome = f"completed, {speed} tokens/s, last loss {loss}"
             outcome += f"; it may have diverged: {record.message}" if record.message else ""
         self._count(f"{record.label}: {outcome} ({note})")
-
-    def finish_probe(self, record: Run) -> None:
-        ended = record.status + (f" in phase {record.phase}" if record.phase else "")
-        self.print(f"probe {record.trial}: {ended} (in {seconds(record.wall_seconds)})")
 
     def skip(self, name: str, reason: str) -> None:
         """Print the reason; a skipped trial counts as finished."""
@@ -272,19 +267,17 @@ def find_largest_batches(runner: Runner) -> Runner:
 
 
 def _probe(runner: Runner, row: RowKey, size: int) -> LedgerRecord:
-    name, arguments = f"{row.name}-b{size}", probe_arguments(runner.spec.job(row), size)
+    name, job = f"{row.name}-b{size}", runner.spec.job(row)
+    arguments = [f"--{BATCH_ARGUMENT}", str(size), "--max_steps", str(PROBE_STEPS)]
+    if not (job.streaming or job.packing):  # the longest rows first: no trial pads a batch further
+        arguments += ["--train_sampling_strategy", "group_by_length"]
     run_folder = runner.start_run(row, runner.folder / "probes" / name, arguments)
     measured = read_run_record(Trial(row=row, repeat=0), run_folder, runner.folder, untimed_steps=0)
     record = measured.updated(trial=name, kind="probe", per_device_train_batch_size=size)
     runner.ledger.append(record)
-    runner.progress.finish_probe(record)
+    ended = record.status + (f" in phase {record.phase}" if record.phase else "")
+    runner.progress.print(f"probe {name}: {ended} (in {seconds(record.wall_seconds)})")
     return record
-
-
-def probe_arguments(job: Job, size: int) -> list[str]:
-    """Return the training arguments of a probe, which begins with the longest rows: no trial pads a batch further."""
-    words = [f"--{BATCH_ARGUMENT}", str(size), "--max_steps", str(PROBE_STEPS)]
-    return words if job.streaming or job.packing else [*words, "--train_sampling_strategy", "group_by_length"]
 
 
 def _record_failure(runner: Runner, row: RowKey) -> str:

@@ -11,7 +11,7 @@ from toolkit.engines.torch_live import TorchLive
 def live_engine(wrapped: Any) -> TorchLive:
     """Return what reads the model that the Trainer, or a loop, has wrapped."""
     inner = tensors.uncompiled(wrapped)
-    if zero_live.is_zero(inner):
+    if hasattr(inner, "zero_optimization_stage"):  # a DeepSpeed engine
         return zero_live.ZeroLive(inner)
     return fsdp2_live.Fsdp2Live(inner) if fsdp2_live.is_fsdp2(inner) else TorchLive(inner)
 

@@ -27,10 +27,6 @@ def remove_shared_buffer(rank: int) -> None:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def is_zero(wrapped: Any) -> bool:
-    return hasattr(wrapped, "zero_optimization_stage")
-
-
 def is_zero3(parameter: Any) -> bool:
     """Return True for a parameter of ZeRO-3, which is empty where it is not gathered."""
     return hasattr(parameter, "ds_id")

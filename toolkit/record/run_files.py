@@ -155,13 +155,9 @@ class RecordedFailure(_RunFile):
     memory_by_phase: MemoryByPhase | None = None
 
 
-class ExpectedReadings(_RunFile):
-    master_dtype: str | None = None
-
-
 class RecordedAttestation(_RunFile):
     ranks: tuple[RankReading, ...] | None = ()
-    expected: ExpectedReadings | None = None
+    expected: RankReading | None = None
     kernels: tuple[dict[str, Any], ...] = ()
     sha256: str | None = None
 

@@ -103,14 +103,13 @@ class Attestation:
         self.progress.enter("attest")
         self.forget_first_step()  # of a try of `auto_find_batch_size`
         wrapped = self.trainer.model_wrapped
-        plain = self.trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
         if self.strict:
             check_master_dtype(self.parts.expected, wrapped)
-        self.before_training = self.read_before_training(plain)
+        self.before_training = self.read_before_training(self.plain)
         live_engine(wrapped).call_at_gradient_peak(self.before_optimizer_step)
         self.norms.start(self.trainer, self.parts.expected.layout_at_load)
         if not compiled_modules(wrapped):  # a hook would make torch compile the graph a second time
-            self.forwards.start(plain)
+            self.forwards.start(self.plain)
         self.progress.enter("train")
         self.timer.restart_clock()
 

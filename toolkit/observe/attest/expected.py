@@ -45,6 +45,10 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         if preset.sharded_at_load and layout.data_parallel_size == 1:  # nothing is left to shard
             engine = "none"
     dtype = dtype_name(compute_dtype(trainer.args))
+    sent_by_hook = run.settings.get("ddp_comm_hook") is not None
+    gradients = preset.traits.gradient_facts(
+        compute_dtype=dtype, deepspeed_config=preset.deepspeed_config(), splits_sequences="sp" in preset.degrees
+    )
     return expected | {
         "engine": engine,
         "sharding": preset.sharding,
@@ -52,19 +56,10 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         "offload_param": preset.offload_param,
         "compute_dtype": dtype,
         "master_dtype": "float32",  # docs/concepts/numerics.md
-        **_expected_gradients(run, preset, dtype),
+        **{name: value for name, value in gradients.items() if name != "reduce_dtype" or not sent_by_hook},
         **_expected_optimizer(known_optimizer(run, trainer), preset),
         **made,
     }
-
-
-def _expected_gradients(run: ExpectedRun, preset: PresetSpec, compute: str) -> Values:
-    """The dtypes of gradients and of their reduction (docs/concepts/numerics.md), as far as they are known."""
-    sent_by_hook = run.settings.get("ddp_comm_hook") is not None
-    facts = preset.traits.gradient_facts(
-        compute_dtype=compute, deepspeed_config=preset.deepspeed_config(), splits_sequences="sp" in preset.degrees
-    )
-    return {name: dtype for name, dtype in facts.items() if name != "reduce_dtype" or not sent_by_hook}
 
 
 def expected_bytes(
