@@ -230,9 +230,7 @@ class ScriptRun:
             stop_on_signal=self.stops,
             prepared=first,
         )
-        if words.stop_after_steps is not None:
-            observer.add_callback(trainer, StopAfter(words.stop_after_steps))
-            observer.timer.step_lines.stop_after_steps = words.stop_after_steps
+        observer.timer.step_lines.stop_after_steps = words.stop_after_steps
         within, minutes = words.stop_when_steps_within, words.stop_after_minutes
         if within is not None or minutes is not None:
             timer = observer.timer
@@ -325,19 +323,6 @@ class AfterResume(TrainerCallback):  # type: ignore[misc]
         fails = "" if self.checkpoint.endswith(f"-{resumed}") else f"warning: {self.checkpoint} was not loaded: "
         print(f"{fails}resumed after step {resumed}{lost}", flush=True)
         self.checkpoint = ""
-
-
-class StopAfter(TrainerCallback):  # type: ignore[misc]
-    """Ends a training after some optimizer steps, whatever the script asked for; its schedule stays as it is."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps, self.last = steps, steps
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.last = state.global_step + self.steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step >= self.last
 
 
 def make_cpu_group(ranks: int) -> None:

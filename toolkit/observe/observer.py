@@ -295,8 +295,11 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
         self.observer.before_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.observer.timer.step_lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
+        timer, lines = self.observer.timer, self.observer.timer.step_lines
+        lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
         self.observer.end_step(state.global_step, is_saved=control.should_save)
+        if lines.stop_after_steps is not None and state.global_step >= timer.resumed_step + lines.stop_after_steps:
+            control.should_training_stop = True  # whatever the script asked for; its schedule stays as it is
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero:

@@ -33,7 +33,7 @@ from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
 from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
 from toolkit.observe.accelerate_loop import LoopedTraining
-from toolkit.observe.foreign_script import ScriptRun, StopAfter
+from toolkit.observe.foreign_script import ScriptRun
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe, with_optimizer
 from toolkit.observe.parts import ExpectedRun, ObserverParts
@@ -119,8 +119,8 @@ class RehearsedScript(ScriptRun):
             attestation=RehearsedAttestation,
         )
         trainer.add_callback(FakeOtherRanks(trainer))
-        for callback in (StepsAlone(), StopAfter(self.words.stop_after_steps or 1)):
-            trainer.add_callback(callback)
+        trainer.add_callback(StepsAlone())
+        observer.timer.step_lines.stop_after_steps = self.words.stop_after_steps or 1
         fill_shards(trainer.model)
         trainer.train()
         rows = trainer.args.per_device_train_batch_size
