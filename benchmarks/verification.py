@@ -33,14 +33,14 @@ from trl_jobs import GENERATES, TRL_ROWS
 
 from toolkit.launch.launch import prepare_run, run_training
 from toolkit.launch.options import TrainOptions
-from toolkit.observe.attest.differences import Difference
+from toolkit.observe.verify.differences import Difference
 from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 OURS, SFT, DPO, GRPO = "toolkit train", "sft", "dpo", "grpo"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
 HEADER = ("Field", "Deviation", "Found: toolkit train", "Found: TRL", "As reported")
-ATTEST = ROOT / "toolkit" / "observe" / "attest"
+VERIFY = ROOT / "toolkit" / "observe" / "verify"
 # Keys of other dicts in the functions that say what is expected: entries of a checkpoint's manifest.
 NOT_COMPARED = {
     "pipeline_chunks",
@@ -200,14 +200,14 @@ CHECKS = {
     "layout_differences": ("batch_group", "first_rows_sha256", "first_rows_sha256"),
     "unclipped": (NORM,),
 }
-"""Function of `toolkit/observe/attest` -> the fields of the differences that it makes, one per place."""
+"""Function of `toolkit/observe/verify` -> the fields of the differences that it makes, one per place."""
 
 
 def compared_fields() -> set[str]:
     """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
     expecting = {
-        "observe/attest/expected.py": ("expected_values", "_expected_optimizer"),
-        "observe/attest/attestation.py": ("expected_values",),
+        "observe/verify/expected.py": ("expected_values", "_expected_optimizer"),
+        "observe/verify/verification.py": ("expected_values",),
         "train/trainer.py": ("expected_readings", "observer_parts"),
         "engines/engine.py": ("gradient_facts",),
     }
@@ -232,7 +232,7 @@ def string_keys(node: ast.AST) -> list[str]:
 def places_that_report() -> dict[str, int]:
     """Return how many differences each function of the verification can make, by name."""
     places: Counter[str] = Counter()
-    for path in sorted(ATTEST.glob("*.py")):
+    for path in sorted(VERIFY.glob("*.py")):
         for node in functions_of(path):
             if not any(isinstance(inner, ast.FunctionDef) for inner in ast.walk(node) if inner is not node):
                 calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]

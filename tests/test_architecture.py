@@ -83,7 +83,7 @@ def import_cycle(graph: Mapping[str, object]) -> list[str]:
 
 def test_modules_cycles_and_imports_inside_functions_are_found() -> None:
     assert len(module_graph()) > 50
-    assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.observe.attest.differences"} <= set(module_graph())
+    assert {"toolkit.errors", "toolkit.presets.preset", "toolkit.observe.verify.differences"} <= set(module_graph())
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
     assert import_cycle({"a": {"b"}, "b": set()}) == []
     tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.observe.attest.differences import kernel_differences
+from toolkit.observe.verify.differences import kernel_differences
 from toolkit.record.kernel_table import kernels_summary, merged_rows, reading_of, row, table_lines
 from toolkit.record.reading import RankReading
 

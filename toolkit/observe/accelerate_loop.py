@@ -28,7 +28,6 @@ from accelerate.data_loader import DataLoaderShard
 
 from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
-from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import (
     BatchFacts,
     counted_batches,
@@ -41,6 +40,7 @@ from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observer import UNTIMED_STEPS, Observer, open_record, wrap_method
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
+from toolkit.observe.verify.verification import Verification
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
@@ -100,7 +100,7 @@ class ObservedLoop:
         self.observer = Observer(
             progress=self.run.progress,
             timer=timer,
-            attestation=Attestation(self.run, parts, timer, trainer=self, strict=strict),
+            verification=Verification(self.run, parts, timer, trainer=self, strict=strict),
         )
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
         self.batches: deque[tuple[BatchFacts, set[int]]] = deque(maxlen=_LATE_BATCHES)
@@ -181,7 +181,7 @@ class ObservedLoop:
         backward(loss, **kwargs)
         self.observer.end_backward()
         if not self.accelerator.sync_gradients:
-            self.observer.attestation.end_accumulation_step()
+            self.observer.verification.end_accumulation_step()
 
     def _add_batches(self) -> None:
         for facts in self.forwarded:
@@ -211,7 +211,7 @@ class ObservedLoop:
         self.run.progress.phase = "step"
         self._add_batches()
         if self.is_deepspeed:
-            self.observer.attestation.replicas.note_rates()
+            self.observer.verification.replicas.note_rates()
         else:
             self.observer.before_optimizer_step()
         result = step(*args, **kwargs)
@@ -245,7 +245,7 @@ class ObservedLoop:
         if self.is_open:
             self.release()
             self.observer.timer.end_training()
-            self.observer.attestation.check_replicas(self.step)
+            self.observer.verification.check_replicas(self.step)
             self.run.complete(untimed_steps=self.training.untimed_steps)
 
     def release(self) -> None:

@@ -35,10 +35,10 @@ from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import SavedTensor, write_file
 from toolkit.models.nf4 import as_in_training
-from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
+from toolkit.observe.verify.verification import Verification
 from toolkit.record.checkpoints import (
     add_checksums,
     checkpoint_files,
@@ -56,9 +56,9 @@ class CheckpointSaver:
     """Saves what one rank has of each checkpoint."""
 
     def __init__(
-        self, trainer: Any, parts: ObserverParts, attestation: Attestation, *, in_background: bool = False
+        self, trainer: Any, parts: ObserverParts, verification: Verification, *, in_background: bool = False
     ) -> None:
-        self.trainer, self.parts, self.attestation = trainer, parts, attestation
+        self.trainer, self.parts, self.verification = trainer, parts, verification
         self.staging: Path | None = None
         """Where a checkpoint is being written; None while none is."""
         self.saves: list[SaveRecord] = []
@@ -74,7 +74,7 @@ class CheckpointSaver:
         Raises Diverged where the weights are lost, AttestationFailed where they differ between ranks: none is written.
         """
         waited = 0.0 if self.background is None else self.background.wait()
-        self.attestation.check_replicas(self.trainer.state.global_step)
+        self.verification.check_replicas(self.trainer.state.global_step)
         trainer, facts = self.trainer, self._manifest_facts()
         step = trainer.state.global_step
         record, began = SaveRecord(kind="checkpoint", step=step, waited_seconds=waited), time.monotonic()
@@ -165,7 +165,7 @@ class CheckpointSaver:
 
     def _manifest_facts(self) -> Values:
         """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint."""
-        reading = self.attestation.reading
+        reading = self.verification.reading
         assert reading is not None
         trainer, training, preset = self.trainer, self.trainer.args, self.parts.expected.preset
         batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
@@ -197,7 +197,7 @@ class CheckpointSaver:
         None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:
         the update of a step can ruin the weights while its loss, computed before it, is still finite.
         """
-        reading, trainer = self.attestation.reading, self.trainer
+        reading, trainer = self.verification.reading, self.trainer
         if reading is None or reading.offload_param == "nvme":
             return None
         plain = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)

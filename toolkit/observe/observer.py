@@ -27,8 +27,6 @@ from transformers import TrainerCallback
 from toolkit.engines.seams import OBSERVED_METHODS, check_methods
 from toolkit.engines.tensors import innermost_optimizer
 from toolkit.errors import AttestationFailed
-from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.batches import (
     BatchFacts,
     CountBatch,
@@ -51,6 +49,8 @@ from toolkit.observe.progress import STEP_PHASES, Progress
 from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.observe.trackers import tell_peaks
+from toolkit.observe.verify.expected import optimizer_class
+from toolkit.observe.verify.verification import Verification
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start
 from toolkit.record.folder import RunFolder
@@ -72,7 +72,7 @@ class Observer:
 
     progress: Progress
     timer: StepTimer
-    attestation: Attestation
+    verification: Verification
     saver: CheckpointSaver | None = None
     """Makes checkpoints complete or absent; None leaves the Trainer's saves as they are."""
     stop_on_signal: StopOnSignal | None = None
@@ -88,17 +88,17 @@ class Observer:
 
     def begin_training(self, step: int) -> None:
         self.timer.begin_training(step)
-        self.attestation.begin_training(step)
+        self.verification.begin_training(step)
 
     def before_loss(self, model: Any, inputs: Any) -> None:
-        self.attestation.replicas.note_sync(model)
+        self.verification.replicas.note_sync(model)
         if not self.times_waits:
             self.undo += time_waits_in_forward(model, self.timer)
             self.times_waits = True
-        self.attestation.before_loss(inputs)
+        self.verification.before_loss(inputs)
 
     def after_loss(self, loss: Any) -> None:
-        self.attestation.after_loss(loss)
+        self.verification.after_loss(loss)
         self.progress.phase = "backward"
         self.timer.enter_backward()
 
@@ -108,15 +108,15 @@ class Observer:
 
     def grad_norm(self, norm: Any) -> None:
         self.timer.step.grad_norm = norm
-        self.attestation.norms.add_grad_norm(norm)
+        self.verification.norms.add_grad_norm(norm)
 
     def before_optimizer_step(self) -> None:
         self.timer.before_optimizer_step()
-        self.attestation.before_optimizer_step()
+        self.verification.before_optimizer_step()
 
     def end_step(self, number: int, *, is_saved: bool = False) -> None:
         self.timer.end_step(number, is_saved=is_saved)
-        self.attestation.end_step(number)
+        self.verification.end_step(number)
 
     @property
     def background(self) -> BackgroundSaver | None:
@@ -264,7 +264,7 @@ class TrainerHooks:
         return str(get(*args, **kwargs) if staging is None else staging)
 
     def _finalize_training(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.observer.attestation.check_replicas(self.trainer.state.global_step)
+        self.observer.verification.check_replicas(self.trainer.state.global_step)
         if self.observer.saver is not None and self.observer.background is not None:
             self.observer.progress.enter("save")
             self.observer.saver.finish()
@@ -289,7 +289,7 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
         self.observer.begin_training(state.global_step)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self.observer.attestation.end_accumulation_step()
+        self.observer.verification.end_accumulation_step()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.observer.before_optimizer_step()
@@ -327,7 +327,7 @@ def observe(
     saves_in_background: bool = False,
     stop_on_signal: StopOnSignal | None = None,
     timer: type[StepTimer] = StepTimer,
-    attestation: type[Attestation] = Attestation,
+    verification: type[Verification] = Verification,
     prepared: bool = False,
 ) -> Observer:
     """Observe a Trainer from its next `train()` on, and return what observes it. Every rank must call it.
@@ -347,12 +347,12 @@ def observe(
         run, parts, device=args.device, untimed_steps=untimed_steps, stops_if_diverged=record is not None
     )
     strict = require is not None or record is not None or bool(parts.expected.settings)
-    verification = attestation(run, parts, step_timer, trainer=trainer, strict=strict)
-    saver = CheckpointSaver(trainer, parts, verification, in_background=saves_in_background) if complete_saves else None
+    verifier = verification(run, parts, step_timer, trainer=trainer, strict=strict)
+    saver = CheckpointSaver(trainer, parts, verifier, in_background=saves_in_background) if complete_saves else None
     observer = Observer(
         progress=run.progress,
         timer=step_timer,
-        attestation=verification,
+        verification=verifier,
         saver=saver,
         stop_on_signal=stop_on_signal,
     )

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.shared_gpu import sharing_ranks
-from toolkit.observe.attest.clipping import grad_norm_facts
 from toolkit.observe.batches import BatchFacts
 from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.step_lines import StepLines
+from toolkit.observe.verify.clipping import grad_norm_facts
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.measurements import GpuReading, MemoryByPhase, StepRow, drop_rows_after
 

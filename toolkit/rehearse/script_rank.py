@@ -42,8 +42,8 @@ from toolkit.observe.words import Words
 from toolkit.rehearse.rehearsal import RehearsedRank
 from toolkit.rehearse.stand_ins import (
     FakeOtherRanks,
-    RehearsedAttestation,
     RehearsedTimer,
+    RehearsedVerification,
     fill_shards,
     join_fake_world,
     measured_facts,
@@ -116,7 +116,7 @@ class RehearsedScript(ScriptRun):
             parts=ObserverParts(expected=expected),
             untimed_steps=self.words.untimed_steps,
             timer=RehearsedTimer,
-            attestation=RehearsedAttestation,
+            verification=RehearsedVerification,
         )
         trainer.add_callback(FakeOtherRanks(trainer))
         trainer.add_callback(StepsAlone())

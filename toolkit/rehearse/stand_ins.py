@@ -24,11 +24,11 @@ from toolkit.engines.live_engine import live_engine
 from toolkit.engines.sharded_at_load import distributed_config
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.launch.command import launcher_environment, rank_environment
-from toolkit.observe.attest.attestation import Attestation
-from toolkit.observe.attest.differences import Difference, byte_limit_differences, differences
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import Observer
 from toolkit.observe.timer import StepTimer
+from toolkit.observe.verify.differences import Difference, byte_limit_differences, differences
+from toolkit.observe.verify.verification import Verification
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import StepRow, read_rows
@@ -226,7 +226,7 @@ def model_from_config(
 # -- parts of the Trainer
 
 
-class RehearsedAttestation(Attestation):
+class RehearsedVerification(Verification):
     """Verifies one rank's readings; sums over ranks and full weights cannot be read."""
 
     def read_before_training(self, model: Any) -> RankReading:
@@ -302,7 +302,7 @@ class RehearsedTimer(StepTimer):
 
 
 REHEARSAL_PARTS = TrainerParts(
-    timer=RehearsedTimer, attestation=RehearsedAttestation, callbacks=lambda trainer: [FakeOtherRanks(trainer)]
+    timer=RehearsedTimer, verification=RehearsedVerification, callbacks=lambda trainer: [FakeOtherRanks(trainer)]
 )
 
 
@@ -310,7 +310,7 @@ def measured_facts(
     run: ObservedRun, rehearsed: RehearsedRank, observer: Observer, *, untimed_steps: int
 ) -> dict[str, Any]:
     """Return what was read back from this rank's live objects after its first step, and its peaks."""
-    reading, rows = observer.attestation.reading, read_rows(run.folder.rank_rows(rehearsed.rank))
+    reading, rows = observer.verification.reading, read_rows(run.folder.rank_rows(rehearsed.rank))
     timer = observer.timer
     assert reading is not None
     assert isinstance(timer, RehearsedTimer)

@@ -23,10 +23,10 @@ from transformers import Trainer
 from toolkit.engines.tensors import full_size, local, num_trainable_params, optimizer_state_tensors
 from toolkit.errors import AttestationFailed
 from toolkit.models.fake_tensors import LiveMemory, MemoryPeak
-from toolkit.observe.attest.differences import differences
-from toolkit.observe.attest.expected import expected_values
-from toolkit.observe.attest.read_rank import read_engine, uses_activation_checkpointing
 from toolkit.observe.parts import ExpectedRun
+from toolkit.observe.verify.differences import differences
+from toolkit.observe.verify.expected import expected_values
+from toolkit.observe.verify.read_rank import read_engine, uses_activation_checkpointing
 from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.reading import RankReading
 from toolkit.train.model.chunked_loss import read_loss

@@ -19,13 +19,13 @@ from toolkit.engines.tensors import compute_dtype, dtype_name, num_trainable_par
 from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
-from toolkit.observe.attest.attestation import Attestation
 from toolkit.observe.batches import IGNORED
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
+from toolkit.observe.verify.verification import Verification
 from toolkit.record.folder import RunFolder
 from toolkit.record.reading import RankReading
 from toolkit.train.active_run import ActiveRun
@@ -175,9 +175,9 @@ class TrainerParts:
     trainer: type[SupervisedTrainer] | None = None
     """None: by how the model was loaded."""
     timer: type[StepTimer] = StepTimer
-    attestation: type[Attestation] = Attestation
+    verification: type[Verification] = Verification
     callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()
-    """More callbacks, after the attestation."""
+    """More callbacks, after the observer's."""
 
 
 def build_trainer(
@@ -214,7 +214,7 @@ def build_trainer(
         saves_in_background=args.job.async_save and str(training.save_strategy) != "SaveStrategy.NO",
         stop_on_signal=run.stop_on_signal,
         timer=parts.timer,
-        attestation=parts.attestation,
+        verification=parts.verification,
     )
     for callback in (*parts.callbacks(trainer), *callbacks(run, trainer, observer.timer)):
         trainer.add_callback(callback)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.job.job import Job
 from toolkit.models.attention import needs_no_mask
-from toolkit.observe.attest.differences import differences
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
+from toolkit.observe.verify.differences import differences
 from toolkit.record.reading import RankReading
 from toolkit.train.data.collation import PackCollator, batch_facts
 from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined, verify_packing

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.engines import tensors
 from toolkit.engines.live_engine import live_engine
 from toolkit.models.attention import missing_attention_package
-from toolkit.observe.attest.read_rank import ForwardDetector
+from toolkit.observe.verify.read_rank import ForwardDetector
 from toolkit.record.kernel_table import KernelRow, row
 from toolkit.record.reading import RankReading
 from toolkit.units import gib

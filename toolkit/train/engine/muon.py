@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer
 
 from toolkit.models.optimizers import parse_optimizer_arguments
-from toolkit.observe.attest.expected import hidden_matrices
+from toolkit.observe.verify.expected import hidden_matrices
 
 MATCHES_ADAMW = "match_rms_adamw"
 Group = dict[str, Any]

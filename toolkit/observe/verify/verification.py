@@ -21,14 +21,21 @@ from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names, num_trainable_params
 from toolkit.engines.zero_live import remove_shared_buffer
 from toolkit.errors import AttestationFailed
-from toolkit.observe.attest.clipping import (
+from toolkit.observe.kernels.packed_documents import document_rows
+from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
+from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
+from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.script_file import bf16_switched_off
+from toolkit.observe.timer import StepTimer
+from toolkit.observe.trackers import tell_verdict
+from toolkit.observe.verify.clipping import (
     CHANGED_AFTER_CLIPPING,
     NormReader,
     clipping_differences,
     gradient_replicas,
     was_clipped,
 )
-from toolkit.observe.attest.differences import (
+from toolkit.observe.verify.differences import (
     Difference,
     byte_differences,
     differences,
@@ -38,17 +45,10 @@ from toolkit.observe.attest.differences import (
     rank_differences,
     replica_differences,
 )
-from toolkit.observe.attest.expected import expected_bytes, expected_values, known_optimizer
-from toolkit.observe.attest.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
-from toolkit.observe.attest.replicas import ReplicaCheck
-from toolkit.observe.attest.weights_digest import weights_digest
-from toolkit.observe.kernels.packed_documents import document_rows
-from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
-from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
-from toolkit.observe.parts import ExpectedRun, ObserverParts
-from toolkit.observe.script_file import bf16_switched_off
-from toolkit.observe.timer import StepTimer
-from toolkit.observe.trackers import tell_verdict
+from toolkit.observe.verify.expected import expected_bytes, expected_values, known_optimizer
+from toolkit.observe.verify.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
+from toolkit.observe.verify.replicas import ReplicaCheck
+from toolkit.observe.verify.weights_digest import weights_digest
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, reading_of, row, table_lines
@@ -71,7 +71,7 @@ FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 CHECKPOINTING_ARGUMENTS = ("activation_checkpointing", "gradient_checkpointing")
 
 
-class Attestation:
+class Verification:
     """Verifies one run and writes `attestation.json`. The first step is read, so it must be added before `train()`.
 
     `trainer` is a Trainer, or an `ObservedLoop`. The `timer` has the digests of this rank's first batches, and leaves

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from toolkit.engines.engine import Values
-from toolkit.observe.attest.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
-from toolkit.observe.attest.read_rank import read_gradients
+from toolkit.observe.verify.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
+from toolkit.observe.verify.read_rank import read_gradients
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.reading import RankReading
 

@@ -16,8 +16,8 @@ from toolkit.engines.fsdp2_live import is_shard, parameter_groups
 from toolkit.engines.live_engine import held_tensors, live_engine
 from toolkit.engines.torch_live import mesh_sizes
 from toolkit.job.accumulation import SHARDED, WHOLE
-from toolkit.observe.attest.expected import optimizer_class
 from toolkit.observe.timer import CompilerEvents
+from toolkit.observe.verify.expected import optimizer_class
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.reading import RankReading
 

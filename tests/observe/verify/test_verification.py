@@ -12,9 +12,9 @@ import torch
 from toolkit.engines.tensors import num_trainable_params
 from toolkit.errors import AttestationFailed
 from toolkit.job.job import Job
-from toolkit.observe.attest import attestation
-from toolkit.observe.attest.differences import Difference, differences
 from toolkit.observe.parts import ExpectedRun, ObserverParts
+from toolkit.observe.verify import verification
+from toolkit.observe.verify.differences import Difference, differences
 from toolkit.record.reading import RankReading
 from toolkit.train.engine.comm_hooks import hook_name
 from toolkit.train.trainer import observer_parts
@@ -33,12 +33,12 @@ def test_a_rank_whose_own_seed_is_another_is_the_one_that_differs(
         _, norms, expected = own
         return [(as_expected | first, norms, expected | {"seed": 42}), own]
 
-    monkeypatch.setattr(attestation, "gather_from_ranks", of_both_ranks)
+    monkeypatch.setattr(verification, "gather_from_ranks", of_both_ranks)
     run: Any = SimpleNamespace(progress=None, single_process=False, writes=False, rank=1)
     run.folder = SimpleNamespace(attestation_json=tmp_path / "attestation.json")
     parts = ObserverParts(expected=ExpectedRun(settings={"seed": 43}))
     timer: Any = None
-    of_rank_1 = attestation.Attestation(run, parts, timer, trainer=SimpleNamespace(args=TRAINING))
+    of_rank_1 = verification.Verification(run, parts, timer, trainer=SimpleNamespace(args=TRAINING))
     with pytest.raises(AttestationFailed, match=r"arguments: seed on rank 1 is 43, expected 42\n"):
         of_rank_1.verify(as_expected | second)
 
@@ -69,4 +69,4 @@ def test_fp16_that_accelerate_leaves_out_on_a_cpu_is_the_scripts_own() -> None:
     timer: Any = None
     for device, is_own in (("cpu", True), ("cuda", False)):
         trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device(device)))
-        assert attestation.Attestation(run, parts, timer, trainer=trainer).is_of_script(fp32) == is_own
+        assert verification.Verification(run, parts, timer, trainer=trainer).is_of_script(fp32) == is_own

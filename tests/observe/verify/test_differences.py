@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.observe.attest.differences import byte_differences, differences, layout_differences, rank_differences
-from toolkit.observe.attest.expected import expected_values
 from toolkit.observe.parts import ExpectedRun
+from toolkit.observe.verify.differences import byte_differences, differences, layout_differences, rank_differences
+from toolkit.observe.verify.expected import expected_values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
 from toolkit.presets.shard_bytes import shard_byte_limits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, nightly, read
 
-from toolkit.observe.attest.differences import replica_differences
+from toolkit.observe.verify.differences import replica_differences
 from toolkit.record.reading import RankReading
 
 

@@ -19,7 +19,7 @@ from toolkit.engines.engine import Values
 from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import local, local_values
-from toolkit.observe.attest.differences import Difference, Readings
+from toolkit.observe.verify.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
 

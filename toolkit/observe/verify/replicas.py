@@ -21,7 +21,7 @@ from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
 from toolkit.engines.zero_live import is_zero3
-from toolkit.observe.attest.weights_digest import checksum
+from toolkit.observe.verify.weights_digest import checksum
 from toolkit.record.reading import RankReading
 
 COMPUTED_APART = ("pp", "tp", "ep")  # mesh dimensions whose ranks have other layers, or compute gradients apart

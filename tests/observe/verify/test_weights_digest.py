@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.observe.attest import weights_digest as weights_digest_module
-from toolkit.observe.attest.weights_digest import checksum, flat_checksum, odd_numbers, weights_digest
+from toolkit.observe.verify import weights_digest as weights_digest_module
+from toolkit.observe.verify.weights_digest import checksum, flat_checksum, odd_numbers, weights_digest
 
 CHUNKS = pytest.mark.parametrize("chunk", [4, weights_digest_module.CHUNK])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.observe.attest.read_rank import ForwardDetector, uses_activation_checkpointing
+from toolkit.observe.verify.read_rank import ForwardDetector, uses_activation_checkpointing
 
 
 class Block(torch.nn.Module):
