@@ -92,7 +92,7 @@ class RankReading(BaseModel):
     layer."""
     neftune_noise_alpha: Setting = None
     """The noise on the embedding, or null."""
-    attn_implementation: str | None = None
+    attn_implementation: str | dict[str, Any] | None = None
     """The attention in use."""
     layout: dict[str, Count] | None = None
     """Degrees of parallelism: `dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`; null for data parallelism

@@ -83,25 +83,30 @@ class Verification:
     ) -> None:
         self.run, self.progress, self.parts, self.timer = run, run.progress, parts, timer
         self.trainer, self.strict, self.first_step = trainer, strict, 0
+        self.before_training = RankReading()
+        self.with_gradient: set[int] = set()
+        """Parameters that have a gradient in the first step that is not sparse, by identity."""
+        gather = functools.partial(gather_from_ranks, single_process=run.single_process)
+        self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
+        self.trains_apart = False  # once a difference between ranks was reported
+        self._expect_first_step()
+
+    def _expect_first_step(self) -> None:
+        self.norms, self.forwards = NormReader(), ForwardDetector()
         self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
         self.gradients: RankReading | None = None
         self.accumulated = RankReading(accumulate=None)
-        self.before_training = RankReading()
-        self.with_gradient: set[int] = set()
-        """Parameters that have a gradient in the first step that is not sparse, by identity."""
-        self.norms, self.forwards = NormReader(), ForwardDetector()
         self.loss_graph: LossGraph | None = None
         self.documents: list[KernelRow] | None = None
-        gather = functools.partial(gather_from_ranks, single_process=run.single_process)
-        self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
-        self.trains_apart = False  # once a difference between ranks was reported
 
     def begin_training(self, step: int) -> None:
         """Read what only the weights before the first step after `step` show. Collective."""
         self.first_step = step + 1
         self.progress.enter("attest")
-        self.forget_first_step()  # of a try of `auto_find_batch_size`
+        self.norms.stop(tries_clipping=False)  # of a try of `auto_find_batch_size`, whose first step did not end
+        self.forwards.stop()
+        self._expect_first_step()
         wrapped = self.trainer.model_wrapped
         if self.strict:
             check_master_dtype(self.parts.expected, wrapped)
@@ -112,15 +117,6 @@ class Verification:
             self.forwards.start(self.plain)
         self.progress.enter("train")
         self.timer.restart_clock()
-
-    def forget_first_step(self) -> None:
-        """Remove the hooks of a first step that did not end, and what they have read."""
-        self.norms.stop(tries_clipping=False)
-        self.forwards.stop()
-        self.norms, self.forwards = NormReader(), ForwardDetector()
-        self.reading = self.gradients = None
-        self.accumulated = RankReading(accumulate=None)
-        self.loss_graph = self.documents = None
 
     def before_loss(self, inputs: Any) -> None:
         """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
@@ -152,8 +148,8 @@ class Verification:
         """Read the gradients of the first step, and the learning rates of each."""
         self.replicas.note_rates()
         if self.gradients is None:
-            held = ((id(p), p.grad) for p in self.trainer.model_wrapped.parameters())
-            self.with_gradient = {each for each, grad in held if grad is not None and not grad.is_sparse}
+            trained = [p for p in self.trainer.model_wrapped.parameters() if p.grad is not None]
+            self.with_gradient = {id(p) for p in trained if not p.grad.is_sparse}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def end_step(self, number: int) -> None:
@@ -210,11 +206,11 @@ class Verification:
 
     def verify(self, reading: RankReading) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
-        own = (reading, self.norms.reading, self.expected_values())
-        gathered = gather_from_ranks(own, single_process=self.run.single_process)
+        of_rank = (reading, self.norms.reading, self.expected_values())
+        gathered = gather_from_ranks(of_rank, single_process=self.run.single_process)
         remove_shared_buffer(self.run.rank)
-        ranks: list[RankReading] = [each[0] for each in gathered]
-        norms: list[Values] = [each[1] for each in gathered]
+        ranks: list[RankReading] = [reading for reading, _, _ in gathered]
+        norms: list[Values] = [norm for _, norm, _ in gathered]
         expected = gathered[0][2]  # another rank's arguments may differ, and then that rank is the one that deviates
         preset, path = self.parts.expected.preset, self.run.folder.attestation_json
         differing = self.differences(expected, ranks, norms)
@@ -232,12 +228,12 @@ class Verification:
             sharding = None if preset is None else preset.sharding
             others = ranks[0].other_models or {}
             lines += [other_model_line(name, other, sharding) for name, other in others.items()]
-            first_of_each = {each.name: each for each in reversed(of_script)}
-            lines += [f"note: the script's own, beside its preset: {each}" for each in first_of_each.values()]
+            first_by_name = {difference.name: difference for difference in reversed(of_script)}
+            lines += [f"note: the script's own, beside its preset: {first}" for first in first_by_name.values()]
             why = f": {self.replicas.hint}" if self.replicas.hint and found == replica_differences(ranks) else ""
             lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
-            wrong = [each for each in attestation["kernels"] if each["verdict"] == DIFFERS]
-            lines += table_lines(wrong, "warning: kernels")
+            not_as_asked = [kernel for kernel in attestation["kernels"] if kernel["verdict"] == DIFFERS]
+            lines += table_lines(not_as_asked, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
         if found and self.strict:
             first = "; ".join(map(str, found[:3]))
