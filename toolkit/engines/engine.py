@@ -16,13 +16,6 @@ from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
-Values = dict[str, Any]
-"""Values by the names that `attestation.json` gives them; docs/reference/run-folder.md says what each is.
-
-One rank's reading lacks a key where the engine or the run has no such thing. `byte_limits` has the lowest and highest
-bytes that the preset's sharding allows this rank, by part of the model states; `whole_bytes` those of the unsharded
-part.
-"""
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's default
 PARTS = ("parameter", "gradient", "optimizer")
 

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import modeling_utils
 from transformers.trainer_utils import rotate_checkpoints
 
-from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import SavedTensor, write_file
@@ -123,7 +122,7 @@ class CheckpointSaver:
             if writes:
                 trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
-    def _complete(self, folder: Path, facts: Values, best_checkpoint: str | None, group: Any) -> int:
+    def _complete(self, folder: Path, facts: dict[str, Any], best_checkpoint: str | None, group: Any) -> int:
         """Make it `checkpoint-STEP`, with every file on the disk, and return its bytes. Collective."""
         args = self.trainer.args
         checkpoint = Path(args.output_dir) / folder.name
@@ -163,7 +162,7 @@ class CheckpointSaver:
         record.complete(sum(path.stat().st_size for path in files), began=began, writing_began=began)
         self.saves.append(record)
 
-    def _manifest_facts(self) -> Values:
+    def _manifest_facts(self) -> dict[str, Any]:
         """Return what a reader must know before it loads the checkpoint: engine, ranks, sizes, batch, fingerprint."""
         reading = self.verification.reading
         assert reading is not None
@@ -191,7 +190,7 @@ class CheckpointSaver:
             "fingerprint": self.fingerprint(),
         }
 
-    def fingerprint(self) -> Values | None:
+    def fingerprint(self) -> dict[str, Any] | None:
         """Return fixed tokens, the live model's first logits at the last one, and how it computes. Collective.
 
         None where parameters are on an NVMe disk or nothing was trained. Raises Diverged where a logit is not finite:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.engines.engine import Values
 from toolkit.observe.batches import CountBatch
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

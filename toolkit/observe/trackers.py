@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from toolkit.engines.engine import Values
 from toolkit.files.secrets import hide_secrets
 from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder, read_json
@@ -47,7 +46,7 @@ def tell_peaks(trainer: Any, timer: StepTimer) -> None:
     tell(trainer, {f"{name}_of_rank_0": memory[name] for name in PEAKS if memory[name] is not None})
 
 
-def tell(trainer: Any, values: Values) -> None:
+def tell(trainer: Any, values: dict[str, Any]) -> None:
     """Give values to each tracker of a Trainer or an observed loop. One that fails is named, and the run goes on."""
     if not trainer.accelerator.is_main_process:  # which alone has runs of trackers
         return
@@ -67,28 +66,28 @@ def tell(trainer: Any, values: Values) -> None:
             print(f"warning: {name} was not told what was verified: {type(error).__name__}: {error}", flush=True)
 
 
-def _to_wandb(_: Any, values: Values) -> None:
+def _to_wandb(_: Any, values: dict[str, Any]) -> None:
     if (run := sys.modules["wandb"].run) is not None:
         run.config.update(values, allow_val_change=True)
         run.summary.update(values)
 
 
-def _to_tensorboard(callback: Any, values: Values) -> None:
+def _to_tensorboard(callback: Any, values: dict[str, Any]) -> None:
     if callback.tb_writer is not None:
         lines = ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in values.items())]
         callback.tb_writer.add_text("toolkit", "\n".join(lines))
 
 
-def _to_mlflow(_: Any, values: Values) -> None:
+def _to_mlflow(_: Any, values: dict[str, Any]) -> None:
     if sys.modules["mlflow"].active_run() is not None:
         sys.modules["mlflow"].set_tags(values)  # a parameter could not change in a resumed run
 
 
-def _to_trackio(_: Any, values: Values) -> None:
+def _to_trackio(_: Any, values: dict[str, Any]) -> None:
     sys.modules["trackio"].config.update(values, allow_val_change=True)
 
 
-SENDERS: dict[str, Callable[[Any, Values], None]] = {
+SENDERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "WandbCallback": _to_wandb,
     "TensorBoardCallback": _to_tensorboard,
     "MLflowCallback": _to_mlflow,

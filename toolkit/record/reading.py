@@ -16,6 +16,8 @@ from toolkit.record.columns import Bytes, Count
 Dtype = str | None
 """torch's name, `bfloat16`; several are joined by `+`."""
 Setting = int | float | None
+Values = dict[str, Any]
+"""Values by the names of a reading."""
 
 
 class RankReading(BaseModel):

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from transformers.initialization import no_init_weights
 
-from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.sharded_at_load import distributed_config
 from toolkit.job.argument_fields import ModelArguments
@@ -32,7 +31,7 @@ from toolkit.observe.verify.verification import Verification
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.measurements import StepRow, read_rows
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 from toolkit.rehearse.rehearsal import SYNTHETIC, RehearsedRank, has_local_weights
 from toolkit.train.arguments import Arguments
 from toolkit.train.data.data_report import DataStats

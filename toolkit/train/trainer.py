@@ -14,7 +14,6 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from toolkit.engines.engine import Values
 from toolkit.engines.tensors import compute_dtype, dtype_name, num_trainable_params
 from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
@@ -27,7 +26,7 @@ from toolkit.observe.profiler import MemorySnapshot, Profiler
 from toolkit.observe.timer import StepTimer
 from toolkit.observe.verify.verification import Verification
 from toolkit.record.folder import RunFolder
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, load_converted

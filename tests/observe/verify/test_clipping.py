@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.engines.engine import Values
 from toolkit.observe.verify.clipping import NormReader, clipping_differences, gradient_replicas, was_clipped
 from toolkit.observe.verify.read_rank import read_gradients
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 
 
 def norms(*at_optimizer: float | None, reported: float | None = 2.0, **values: Any) -> list[Values]:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.engines.engine import Values
 from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import local, local_values
 from toolkit.observe.verify.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
+from toolkit.record.reading import Values
 
 # Both norms are of fp32 gradients; DeepSpeed and torch add 1e-6 to the divisor.
 RELATIVE_TOLERANCE = 1e-2

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.engines.engine import Values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.kernel_table import DIFFERS
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 
 Readings = Sequence[RankReading]
 """In rank order."""
@@ -33,7 +32,7 @@ class Difference:
         where = "" if self.rank is None else f" on rank {self.rank}"
         return f"{self.name}{where} is {self.found}, expected {self.expected}"
 
-    def to_json(self) -> Values:
+    def to_json(self) -> dict[str, Any]:
         return {"fact": self.name, "rank": self.rank, "expected": self.expected, "found": self.found}
 
 

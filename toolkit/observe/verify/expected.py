@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import (
     compute_dtype,
@@ -25,7 +24,7 @@ from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, 
 from toolkit.observe.parts import ExpectedRun
 from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 
 
 def expected_values(run: ExpectedRun, trainer: Any) -> Values:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.engines.engine import Values
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names, num_trainable_params
 from toolkit.engines.zero_live import remove_shared_buffer
@@ -52,7 +51,7 @@ from toolkit.observe.verify.weights_digest import weights_digest
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, reading_of, row, table_lines
-from toolkit.record.reading import RankReading
+from toolkit.record.reading import RankReading, Values
 from toolkit.units import gib
 
 # FSDP2 keeps the outermost group gathered after its forward; accelerate 1.15 finds layers by these names only.
