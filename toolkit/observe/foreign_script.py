@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
@@ -38,7 +38,6 @@ from toolkit.observe.observer import observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal
-from toolkit.observe.trial import StepsAlone, change, change_training_arguments
 from toolkit.observe.words import Words
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
@@ -80,7 +79,7 @@ class ScriptRun:
             self.stops.listen()
         self._form_group()
         if self.words.trial:
-            change_training_arguments(self.folder.path)
+            confine_training_arguments(self.folder.path)
         self._watch_trainers()
         code, told = EXIT_DONE, None
         try:
@@ -157,7 +156,7 @@ class ScriptRun:
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
             given = kwargs.get("args", args[1] if len(args) > 1 else None)
             if script.words.trial and given is not None:  # the script may have changed them since
-                change(given, script.folder.path)
+                confine(given, script.folder.path)
             make(trainer, *args, **kwargs)
             script.trainers += 1
             script._watch_class(next(each for each in type(trainer).__mro__ if "train" in vars(each)))
@@ -303,6 +302,36 @@ def keep_apart(folder: Path) -> None:
                 sys.modules.update(theirs)
 
     builtins.__import__ = import_apart
+
+
+# -- a trial of a comparison: the script's first training alone, which leaves nothing outside of its folder
+
+
+def confine_training_arguments(run_folder: Path) -> None:
+    """Confine all `TrainingArguments` that are made from now on, before the script sees them; subclasses too."""
+    make = TrainingArguments.__post_init__
+
+    @functools.wraps(make)
+    def post_init(args: Any) -> None:
+        confine(args, run_folder)
+        make(args)
+
+    TrainingArguments.__post_init__ = post_init
+
+
+def confine(args: Any, run_folder: Path) -> None:
+    """Give training arguments the trial's folder, and switch off what reaches beyond it."""
+    args.output_dir = str(run_folder.absolute() / "trainer_output")
+    args.report_to, args.push_to_hub, args.eval_on_start = [], False, False
+
+
+class StepsAlone(TrainerCallback):  # type: ignore[misc]
+    """Keeps the Trainer from saving and evaluating; its arguments stay: callbacks of a script may require them."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = control.should_evaluate = False
+
+    on_epoch_end = on_step_end
 
 
 class AfterResume(TrainerCallback):  # type: ignore[misc]

@@ -33,11 +33,10 @@ from toolkit.errors import EXIT_DONE, ToolkitError
 from toolkit.models.fake_tensors import LiveMemory, patched_for, replaced
 from toolkit.models.fake_values import WITHOUT_TRACE, ValueAnswers, unanswered
 from toolkit.observe.accelerate_loop import LoopedTraining
-from toolkit.observe.foreign_script import ScriptRun
+from toolkit.observe.foreign_script import ScriptRun, StepsAlone
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.observer import observe, with_optimizer
 from toolkit.observe.parts import ExpectedRun, ObserverParts
-from toolkit.observe.trial import StepsAlone
 from toolkit.observe.words import Words
 from toolkit.rehearse.rehearsal import RehearsedRank
 from toolkit.rehearse.stand_ins import (
