@@ -61,30 +61,28 @@ class RankReading(BaseModel):
     dp_shard_size: Count | None = None
     """FSDP2: ranks that share one copy of the model."""
     optimizer_class: str | None = None
-    """Package and class of the inner optimizer: `torch.AdamW`."""
     optimizer_paged: bool | None = None
-    """True if bitsandbytes may page the states to the host."""
+    """Package and class of the inner optimizer, `torch.AdamW`; true if bitsandbytes may page its states to the host."""
     frozen_dtype: Dtype = None
     """Dtype of frozen weights, 4-bit ones apart; null where all are trained."""
     gradient_bytes: Bytes = None
-    """Model states on this rank too."""
     gradient_dtype: Dtype = None
     reduce_dtype: Dtype = None
-    """Dtypes of the gradients (not verified under DeepSpeed) and of
+    """Gradients on this rank; their dtypes (not verified under DeepSpeed) and those of
     [their reduction](../concepts/numerics.md#gradient-reduction)."""
     quantized_bytes: Bytes = None
     quantization_constant_bytes: Bytes = None
     quantized_storage_dtype: Dtype = None
-    """Packed 4-bit weights and their constants in `parameter_bytes`, and their stored dtype; null without."""
     load_in_4bit: bool | None = None
-    """True for a base model in 4 bits."""
+    """Packed 4-bit weights and their constants in `parameter_bytes`, and their stored dtype, null without; true for a
+    base model in 4 bits."""
     num_params: Count | None = None
     num_trainable_params: Count | None = None
     """Parameters of the complete model, LoRA adapters included."""
     activation_checkpointing: bool | None = None
-    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured)."""
     activation_checkpointing_offload: bool | None = None
-    """True if checkpointed activations are in host memory."""
+    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured); if checkpointed
+    activations are in host memory."""
     seed: int | None = None
     """Seed of the process's random state."""
     torch_compile: bool | None = None
@@ -93,14 +91,12 @@ class RankReading(BaseModel):
     """True if a graph was compiled; compiled modules, one per decoder layer; places where a graph ended within a
     layer."""
     neftune_noise_alpha: Setting = None
-    """The noise on the embedding, or null."""
     attn_implementation: str | dict[str, Any] | None = None
-    """The attention in use."""
+    """The noise on the embedding, or null; the attention in use."""
     layout: dict[str, Count] | None = None
-    """Degrees of parallelism: `dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`; null for data parallelism
-    alone."""
     batch_group: list[int] | None = None
-    """Ranks with the same rows as this one; null for data parallelism alone."""
+    """Degrees of parallelism (`dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`), and ranks with the same rows
+    as this one; null for data parallelism alone."""
     other_models: dict[str, dict[str, Any]] | None = None
     """Models beside the trained one, by the Trainer's attribute (`ref_model`): `sharding` (`replicate` or
     `full_shard`), `dtype`, `bytes` on this rank, `whole_bytes`, `fsdp2_groups`."""
