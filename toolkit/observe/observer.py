@@ -62,12 +62,14 @@ UNTIMED_STEPS = 2  # compilation and the growth of the allocator
 class Observer:
     """What observes one Trainer, or one loop, on this rank: both report the events of a step to it, in this order.
 
-    begin_training                  the first step is not begun: weights are digested
-      before_loss, after_loss       each micro-batch: the graph of the first loss is read, backward begins
-      end_accumulation_step         each micro-batch but the last
-      grad_norm                     gradients are clipped
-      before_optimizer_step         gradients and learning rates are read
-      end_step                      its row is written; after the first, ranks read and verify what is in effect
+    begin_training               weights are digested; the clock starts
+      before_loss, after_loss    each micro-batch: the graph of the first loss is read; backward begins
+      end_backward               each micro-batch: between two, `verification` reads the gradients that wait
+      grad_norm                  gradients are clipped
+      before_optimizer_step      gradients and learning rates are read
+      end_step                   its row is written; after the first step, ranks read and verify what is in effect
+
+    Only the first step, a save and the end have collectives for it, or wait for the device.
     """
 
     progress: Progress
