@@ -40,7 +40,7 @@ class Fsdp2Live(TorchLive):
         dtype = next(p.dtype for p in parameters if p.requires_grad)
         offload = "cpu" if all(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups) else None
         shards = [[size for placement, size in _data_parallel(p) if is_shard(placement)] for p in parameters]
-        return super().read(trainer, parameters) | RankReading(
+        return super().read(trainer, parameters) | RankReading.of(
             engine="fsdp2",
             sharding=_sharding(groups, parameters),
             fsdp2_groups=len(groups),

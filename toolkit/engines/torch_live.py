@@ -42,7 +42,7 @@ class TorchLive:
         states = tensors.optimizer_state_tensors(trainer.optimizer)
         trained = [p for p in parameters if p.requires_grad]
         precision = {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision)
-        return RankReading(
+        return RankReading.of(
             engine=next((engine for kind, engine in _WRAPPERS.items() if isinstance(self.wrapped, kind)), "none"),
             sharding="replicate",
             parameter_bytes=tensors.local_bytes(parameters),

@@ -58,7 +58,7 @@ class ZeroLive(TorchLive):
                 swaps = getattr(zero, "params_in_nvme_and_cpu", False) and swaps_every_large_shard(parameters)
                 offload_param = "nvme" if swaps else "cpu" if "cpu" in device_types(held) else None
         optimizer_disk_bytes = swapped_optimizer_bytes(zero)
-        reading = RankReading(
+        reading = RankReading.of(
             engine="deepspeed",
             sharding=sharding,
             parameter_disk_bytes=parameter_disk_bytes,
@@ -74,7 +74,7 @@ class ZeroLive(TorchLive):
         )
         if not hasattr(zero.optimizer, "adam_w_mode"):
             return reading
-        return reading | RankReading(adam_w_mode=zero.optimizer.adam_w_mode)
+        return reading | RankReading.of(adam_w_mode=zero.optimizer.adam_w_mode)
 
     def gradients(self) -> list[Any]:
         """Return the gradients that this rank holds: complete under ZeRO-1, its partition under ZeRO-2 and 3.

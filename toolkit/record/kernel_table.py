@@ -36,7 +36,7 @@ def reading_of(rows: Iterable[KernelRow]) -> RankReading:
     """Return what a rank reads: the rows as `kernels`, and what ran by the names of some."""
     kernels = list(rows)
     ran = {each["name"]: each["ran"] for each in kernels if each["name"] in REQUIRABLE_ROWS}
-    return RankReading(kernels=kernels, **ran)
+    return RankReading.of(kernels=kernels, **ran)
 
 
 def table_lines(rows: Rows, heading: str = "kernels") -> list[str]:

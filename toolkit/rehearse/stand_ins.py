@@ -230,7 +230,7 @@ class RehearsedVerification(Verification):
 
     def read_before_training(self, model: Any) -> RankReading:
         del model  # gathered weights would be those that no other rank has sent
-        return RankReading(initial_weights_sha256=None, packing=None)
+        return RankReading.of(initial_weights_sha256=None, packing=None)
 
     def expected_values(self) -> Values:
         stand_ins = ("packing_mask_bytes", "ddp_comm_hook")  # DDP's hook is `_own_bucket`

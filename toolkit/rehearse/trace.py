@@ -175,7 +175,7 @@ def verified_facts(trainer: Any, expected: ExpectedRun) -> Facts:
     wrapped, parameters = trainer.model_wrapped, list(trainer.model_wrapped.parameters())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*data_ptr")
-        reading = read_engine(trainer, wrapped, parameters) | RankReading(rank=trainer.args.process_index)
+        reading = read_engine(trainer, wrapped, parameters) | RankReading.of(rank=trainer.args.process_index)
     values = expected_values(replace(expected, world_size=None), trainer)
     for of_gradients in ("gradient_dtype", "reduce_dtype"):  # the engine alone is read
         values.pop(of_gradients, None)

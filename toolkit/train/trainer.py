@@ -146,7 +146,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
 
     def read_methods(self, plain: Any) -> RankReading:
         """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
-        return RankReading(ddp_comm_hook=hook_name(self.model_wrapped)) | read_loss(plain)
+        return RankReading.of(ddp_comm_hook=hook_name(self.model_wrapped)) | read_loss(plain)
 
     def save_states(self, checkpoint: Path) -> None:
         """Write where this rank's stream is."""

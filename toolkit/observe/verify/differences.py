@@ -1,6 +1,6 @@
 """Where the readings of ranks differ from what a preset specifies, and the types of `attestation.json`. No torch.
 
->>> for difference in differences({"world_size": 2}, [RankReading(rank=0, world_size=1)]):
+>>> for difference in differences({"world_size": 2}, [RankReading.of(rank=0, world_size=1)]):
 ...     print(difference)
 world_size on rank 0 is 1, expected 2
 """

@@ -71,7 +71,7 @@ def expected_bytes(
     """
     preset = run.preset
     if preset is None:
-        return RankReading(byte_limits={}, whole_bytes={})
+        return RankReading.of(byte_limits={}, whole_bytes={})
     model = trainer.model_wrapped
     trained = [p for p in model.parameters() if p.requires_grad]
     in_4bit = [module.weight for module in quantized_modules(model)]
@@ -118,10 +118,10 @@ def expected_bytes(
     lowest, highest = allowed["parameter"]
     allowed["parameter"] = (lowest + replicated, highest + replicated)
     whole["parameter"] += replicated
-    expected = RankReading(byte_limits=allowed, whole_bytes=whole)
+    expected = RankReading.of(byte_limits=allowed, whole_bytes=whole)
     if spec is None or spec.is_fp32_adamw:
         return expected
-    return expected | RankReading(expected_optimizer_dtype=spec.state_dtypes(updated_tensors(trainer)))
+    return expected | RankReading.of(expected_optimizer_dtype=spec.state_dtypes(updated_tensors(trainer)))
 
 
 def _hidden_size(model: Any) -> int | None:

@@ -40,7 +40,7 @@ def read_rank(
     in_4bit = [module.weight for module in tensors.quantized_modules(plain)]
     layout, batch_group = read_layout(trainer, plain)
     reading = engine | gradients
-    reading |= RankReading(
+    reading |= RankReading.of(
         rank=trainer.args.process_index,
         world_size=trainer.args.world_size,
         device=str(trainer.args.device),
@@ -66,7 +66,7 @@ def read_rank(
         batch_group=batch_group,
     )
     if other_models := read_other_models(trainer, plain):
-        reading |= RankReading(other_models=other_models)
+        reading |= RankReading.of(other_models=other_models)
     for read in readers:
         reading |= read(trainer, plain)
     return reading
@@ -122,7 +122,7 @@ def read_engine(trainer: Any, wrapped: Any, parameters: list[Any]) -> RankReadin
     """Read the engine that wraps the model."""
     live = live_engine(wrapped)
     inner = tensors.innermost_optimizer(live.optimizer(trainer))
-    return live.read(trainer, parameters) | RankReading(
+    return live.read(trainer, parameters) | RankReading.of(
         optimizer_class=optimizer_class(inner),
         optimizer_paged=bool(getattr(inner, "is_paged", False)),  # bitsandbytes' states may leave the GPU
         frozen_dtype=tensors.dtype_names(tensors.frozen_weights(wrapped)),
@@ -137,7 +137,7 @@ def read_gradients(trainer: Any, sent_dtype: Callable[[Any], str | None] = lambd
     live = live_engine(trainer.model_wrapped)
     held = live.gradients()
     dense = (gradient for gradient in held if not gradient.is_sparse)  # the bytes of others follow from the data
-    return RankReading(
+    return RankReading.of(
         gradient_bytes=tensors.local_bytes(dense),
         gradient_dtype=tensors.dtype_names(held),
         reduce_dtype=sent_dtype(live.wrapped) or live.reduce_dtype(held),
@@ -216,7 +216,7 @@ def read_accumulated(trainer: Any) -> RankReading:
     """Read the gradients that wait for the next accumulation step: `sharded`, `whole`, or both names joined by `+`."""
     shards, whole = live_engine(trainer.model_wrapped).accumulated()
     names = "+".join(name for name, held in ((SHARDED, shards), (WHOLE, whole)) if held)
-    return RankReading(accumulate=names or None, accumulated_gradient_bytes=tensors.local_bytes([*shards, *whole]))
+    return RankReading.of(accumulate=names or None, accumulated_gradient_bytes=tensors.local_bytes([*shards, *whole]))
 
 
 # -- how the ranks are divided, from the live meshes and process groups

@@ -80,7 +80,7 @@ class ReplicaCheck:
                 if self.trainer.args.process_index in others:
                     trains_apart = "local_sgd" if sys.modules.keys() & LOCAL_SGD_MODULES else "no_sync"
                     word = "different" if self.synced else trains_apart
-        return RankReading(replicas=word, learning_rates=rates, optimizer_steps=steps)
+        return RankReading.of(replicas=word, learning_rates=rates, optimizer_steps=steps)
 
     def _describe(self, usual: dict[str, int], other: dict[str, int], ranks: tuple[int, ...], facts: list[str]) -> str:
         wrapped, names = self.trainer.model_wrapped, [name for name in usual if usual[name] != other.get(name)]

@@ -95,7 +95,7 @@ class Verification:
         self.reading: RankReading | None = None
         """This rank's reading, once the first step is over."""
         self.gradients: RankReading | None = None
-        self.accumulated = RankReading(accumulate=None)
+        self.accumulated = RankReading.of(accumulate=None)
         self.loss_graph: LossGraph | None = None
         self.documents: list[KernelRow] | None = None
 
@@ -172,7 +172,7 @@ class Verification:
         reading |= expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient)
         reading |= self.accumulated | self.before_training | self.replicas.read()
         first_rows = hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest()
-        self.reading = reading | RankReading(first_rows_sha256=first_rows)
+        self.reading = reading | RankReading.of(first_rows_sha256=first_rows)
         self.verify(self.reading)
         self.progress.enter("train")
         self.timer.restart_clock()
@@ -182,7 +182,7 @@ class Verification:
         reading = self.reading
         if reading is None or step in (self.first_step, *(check["step"] for check in self.replica_checks[-1:])):
             return
-        trained = RankReading(num_trainable_params=num_trainable_params(self.plain))
+        trained = RankReading.of(num_trainable_params=num_trainable_params(self.plain))
         ranks: list[RankReading] = self.replicas.gather(reading | self.replicas.read() | trained)
         found = replica_differences(ranks)
         unfrozen = any((rank.num_trainable_params or 0) > (reading.num_trainable_params or 0) for rank in ranks)
@@ -201,7 +201,7 @@ class Verification:
     def read_before_training(self, model: Any) -> RankReading:
         """Return the digest of the initial weights, and what the script reads with forwards of its own. Collective."""
         digest = weights_digest(model, compute_dtype(self.trainer.args))
-        return RankReading(initial_weights_sha256=digest) | self.parts.read_before_training(self.trainer)
+        return RankReading.of(initial_weights_sha256=digest) | self.parts.read_before_training(self.trainer)
 
     def verify(self, reading: RankReading) -> None:
         """Gather the readings of all ranks, write `attestation.json` on rank 0, and raise on every rank."""
@@ -218,7 +218,7 @@ class Verification:
         found = [each for each in differing if each not in of_script] or self.byte_differences(ranks)
         self.trains_apart = bool(replica_differences(ranks))
         if self.run.writes:
-            clipped = RankReading(clipped=was_clipped(norms, self.trainer.args.max_grad_norm or 0.0))
+            clipped = RankReading.of(clipped=was_clipped(norms, self.trainer.args.max_grad_norm or 0.0))
             readings = [reading | clipped for reading in ranks]
             attestation = attestation_json(preset, expected, readings, found, of_script)
             write_json(path, attestation)

@@ -126,7 +126,7 @@ def verify_packing(trainer: Any) -> RankReading:
     tokens change. Collective. Raises AttestationFailed if documents attend to each other.
     """
     if not isinstance(getattr(trainer.data_collator, "collator", None), PackCollator):
-        return RankReading(packing=None)
+        return RankReading.of(packing=None)
     model, dtype = trainer.model_wrapped, dtype_name(compute_dtype(trainer.args))
     config = trainer.accelerator.unwrap_model(model, keep_torch_compile=False).config
     # The same random tokens on every rank, drawn without touching the run's own random state.
@@ -154,7 +154,7 @@ def verify_packing(trainer: Any) -> RankReading:
         )
     # A mask is a tensor, or FlexAttention's `BlockMask` of several.
     parts = [part for mask in masks for part in (mask.as_tuple() if hasattr(mask, "as_tuple") else (mask,))]
-    return RankReading(
+    return RankReading.of(
         packing="isolated",
         packing_loss_difference=from_alone,
         packing_neighbour_difference=by_neighbour,

@@ -225,7 +225,7 @@ class PipelineTrainer(SupervisedTrainer):
         buffers = [getattr(received, "buffer", None) for info in infos for received in info]
         received = [buffer for buffer in buffers if buffer is not None]
         degrees = dict(zip(mesh.mesh_dim_names, map(int, mesh.shape), strict=True))
-        return super().read_methods(plain) | RankReading(
+        return super().read_methods(plain) | RankReading.of(
             engine="pipeline",
             num_trainable_params=plain.num_params_of_all_stages(),  # all of them are trained
             layout={name: degrees.get(name, 1) for name in DIMENSIONS},

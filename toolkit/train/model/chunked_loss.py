@@ -259,10 +259,10 @@ def read_loss(model: Any) -> RankReading:
     plain = without_adapters(model)
     chunked = getattr(plain, "chunked_loss", None)
     if chunked is not None and chunked.num_losses:
-        return RankReading(loss="chunked", loss_chunk_tokens=chunked.chunk_tokens)
+        return RankReading.of(loss="chunked", loss_chunk_tokens=chunked.chunk_tokens)
     forward = getattr(plain.forward, "__func__", plain.forward)
     is_liger = "liger" in str(getattr(inspect.unwrap(forward), "__module__", ""))
-    return RankReading(loss="liger" if is_liger else "full", loss_chunk_tokens=None)
+    return RankReading.of(loss="liger" if is_liger else "full", loss_chunk_tokens=None)
 
 
 def inner_head(plain: Any) -> Any:
