@@ -54,11 +54,10 @@ def is_importable(module: str) -> bool:
 
 
 @functools.cache
-def lora_config_types() -> dict[str, str]:
-    """Return field name to annotation of peft's `LoraConfig`, without inherited fields."""
-    found = [node for node in _classes("peft", "tuners/lora/config.py") if node.name == "LoraConfig"]
-    fields = [node for node in (found[0].body if found else []) if isinstance(node, ast.AnnAssign)]
-    return {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+def lora_config_fields() -> tuple[str, ...]:
+    """Return the fields of peft's `LoraConfig`, without inherited ones."""
+    source = _text("peft", "tuners/lora/config.py").partition("\nclass LoraConfig(")[2].partition("\nclass ")[0]
+    return tuple(re.findall(r"^    (\w+): ", source, re.MULTILINE))
 
 
 @functools.cache

@@ -30,9 +30,6 @@ REFUSED = """\
 --optim ADAMW_TORCH
 --lr_scheduler_type cosin
 --lr_scheduler_type reduce_lr_on_plateau
---lr_scheduler_type cosine_with_min_lr
---lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr": 1e-6, "min_lr_rate": 0.1}'
---lr_scheduler_kwargs '{"num_cycles": 1}'
 --lr_scheduler_kwargs '{'
 --eval_strategy sometimes
 --save_strategy best
@@ -54,7 +51,6 @@ REFUSED = """\
 --optim_args a=b=c
 --activation_checkpointing_kwargs '{'
 --accelerator_config nope.json
---accelerator_config '{"nope": 1}'
 --torch_empty_cache_steps 0
 --dataloader_prefetch_factor 2
 --dataloader_num_workers -1
@@ -67,6 +63,15 @@ REFUSED = """\
 --greater_is_better maybe
 --metric_for_best_model loss --save_strategy best --lr_scheduler_type nope
 """.replace("EVALUATES", EVALUATES).splitlines()
+
+# Left to transformers, which refuses them when a rank starts.
+LEFT_TO_TRANSFORMERS = """\
+--lr_scheduler_type cosine_with_min_lr
+--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr": 1e-6, "min_lr_rate": 0.1}'
+--lr_scheduler_kwargs '{"num_cycles": 1}'
+--accelerator_config '{"nope": 1}'
+--optim sgd --optim_args momentum=big
+""".splitlines()
 
 # What looks like a mistake and is none.
 ACCEPTED = """\
@@ -161,6 +166,7 @@ def library_answer(words: str, folder: Path, *, builds: bool = True) -> BaseExce
 
 ANSWERS = [*((words, True, True) for words in REFUSED), *((words, False, False) for words in ACCEPTED)]
 ANSWERS += [(words, False, True) for words in MEANINGLESS]
+ANSWERS += [(words, True, False) for words in LEFT_TO_TRANSFORMERS]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -172,15 +178,13 @@ def test_a_mistake_is_refused_before_the_launch_as_transformers_would_refuse_it(
     assert (answer is not None) is theirs, "transformers accepts or refuses it now: so must we"
     error = our_answer(words)
     assert (error is not None) is ours
-    if theirs and error is not None:
+    if theirs and ours:
+        assert error is not None
         assert len(str(error).splitlines()) <= 2
         assert any(word.removeprefix("--") in error.message for word in words.split())
 
 
-def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
-    check_trainer_arguments(Job(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2}))
-    with pytest.raises(ToolkitError, match="linear has no 'num_cycles'"):
-        check_trainer_arguments(Job(lr_scheduler_kwargs={"num_cycles": 2}))
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ToolkitError, match="nested more than"):
         Job.from_values({"lr_scheduler_kwargs": '{"a":' * 5000})
 
@@ -192,8 +196,6 @@ def test_a_mapping_of_a_yaml_file_is_checked_like_json() -> None:
         ("--optim adamw_torch --optim_args beta1=0.95", "--optim adamw_torch reads no 'beta1'", "`--adam_beta1`"),
         ("--optim adamw_bnb_8bit --optim_args min_8bit_size=1", "reads no 'min_8bit_size'", "leave it out"),
         ("--optim sgd --optim_args momentm=0.9", "--optim sgd reads no 'momentm'", "did you mean `momentum`?"),
-        ("--optim sgd --optim_args momentum=big", "momentum is 'big', expected a number", "`momentum=0`"),
-        ("--optim ademamix --optim_args t_alpha=0.5", "t_alpha is '0.5', expected a whole number", "`t_alpha=0`"),
         ("--optim adamw_torch_8bit --optim_args block_size=128", "passes it to torchao as text", "leave it out"),
     ],
 )

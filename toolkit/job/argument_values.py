@@ -9,9 +9,7 @@ Arguments come from a command line, where each is a word, or from a YAML file, w
 
 from __future__ import annotations
 
-import json
 import math
-import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,23 +93,6 @@ def check_type(option: str, value: Any, annotation: str) -> None:
     elif kinds <= {"list[str]", "str", "None"} and not isinstance(value, dict):
         for each in as_list(value):
             _check_text(option, each)
-
-
-def fits(value: Any, annotation: str) -> bool:
-    """Return False for a JSON value that no type of an annotation allows; types other than Python's own allow anything.
-
-    >>> fits([1, 2], "Optional[Union[list[int], int]]"), fits("nope", "Optional[Union[list[int], int]]")
-    (True, False)
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        TypeAdapter(eval(annotation, vars(typing))).validate_json(json.dumps(value), strict=True)
-    except ValidationError:
-        return False
-    except (NameError, TypeError):  # a class of the library, or a value that is no JSON
-        return True
-    return True
 
 
 def check_range(option: str, value: Any, allowed: Range) -> None:

@@ -20,10 +20,9 @@ from toolkit.job.argument_values import as_list, check_range, check_word
 from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.job.global_batch import check_global_batch, check_scaling
 from toolkit.job.job import Compilation, Job
-from toolkit.job.model_arguments import check_attention
 from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
 from toolkit.job.trainer_schema import trainer_schema
-from toolkit.models.attention import missing_attention_package
+from toolkit.models.attention import KERNEL, attention_words, missing_attention_package
 from toolkit.versions import is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
@@ -117,6 +116,12 @@ def _check_comm_hook(job: Job) -> None:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
 
 
+def _check_attention(job: Job) -> None:
+    name = job.attn_implementation
+    if name is not None and not KERNEL.fullmatch(name):
+        check_word("--attn_implementation", name.removeprefix("paged|"), attention_words())
+
+
 def _check_compilation(job: Job) -> None:
     compilation = job.compilation
     if compilation is None:
@@ -143,7 +148,7 @@ CHECKS: tuple[Callable[[Job], None], ...] = (
     check_weights,
     check_streaming,
     check_evaluation,
-    lambda job: check_attention(job.attn_implementation),
+    _check_attention,
     _check_compilation,
     _check_comm_hook,
 )

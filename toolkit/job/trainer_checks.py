@@ -1,72 +1,88 @@
 """Checks of transformers' own arguments against each other, without importing it.
 
-They are what `TrainingArguments.__post_init__`, `Trainer.__init__` and `get_scheduler` refuse (transformers 5.23); what
-the installed ones accept is in `trainer_schema()`. A test gives the same arguments to both.
+They are what `TrainingArguments.__post_init__` and `Trainer.__init__` of transformers 5.23 refuse after a wait in a
+queue, and what it takes without a word. Keys of `--lr_scheduler_kwargs` and `--accelerator_config`, and the types of
+an optimizer's options, are left to transformers: each rank refuses them when it starts. A test asks both.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError, did_you_mean, shown
 from toolkit.job.job import Job
-from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.optimizers import MUON, parse_optimizer_arguments
 
 # Metrics of an evaluation: `evaluation_figures`.
 EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
 # What people give to AdamW here, and the argument that sets it.
-OPTIM_ARGS_HINTS = {"beta1": "`--adam_beta1`", "beta2": "`--adam_beta2`", "eps": "`--adam_epsilon`"}
-OPTIM_ARGS_HINTS |= {"betas": "`--adam_beta1` and `--adam_beta2`", "weight_decay": "`--weight_decay`"}
-OPTIM_ARGS_HINTS |= {"lr": "`--learning_rate`"}
-# Options of torch's Muon, and their types (`toolkit/train/engine/muon.py`).
-MUON_OPTIONS = {"momentum": "float", "nesterov": "", "ns_steps": "int", "adjust_lr_fn": ""}
-MIN_LR = ("min_lr", "min_lr_rate")
-_GALORE = {"rank": "int", "update_proj_gap": "int", "scale": "float", "proj_type": ""}
-_ADEMAMIX = {**dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), "float"), "t_alpha": "int", "t_beta3": "int"}
-_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_buffer_dtype")
+OPTIM_ARGS_HINTS = {
+    "beta1": "`--adam_beta1`",
+    "beta2": "`--adam_beta2`",
+    "betas": "`--adam_beta1` and `--adam_beta2`",
+    "eps": "`--adam_epsilon`",
+    "weight_decay": "`--weight_decay`",
+    "lr": "`--learning_rate`",
+}
+# Options of torch's Muon (`toolkit/train/engine/muon.py`).
+MUON_OPTIONS = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+_TORCHAO = ("block_size", "bf16_stochastic_round")
+_GALORE = ("rank", "update_proj_gap", "scale", "proj_type")
+_ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
+_ANYPRECISION = ("use_kahan_summation", "momentum_dtype", "variance_dtype", "compensation_buffer_dtype")
 _GROKKING = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
 # Beginning of an optimizer's name -> the options that `trainer_optimizer.py` of transformers 5.23 reads from
-# `optim_args` (text to type; empty for a word), the module that it needs, and how that is installed.
-OPTIMIZERS: tuple[tuple[str, dict[str, str], str | None, str | None], ...] = (
-    ("adamw_torch_xla", {}, "torch_xla", "torch_xla"),
-    ("adamw_torch_npu_fused", {}, "torch_npu", "torch_npu"),
-    ("adamw_torch_4bit", {"block_size": "", "bf16_stochastic_round": ""}, "torchao", "torchao"),
-    ("adamw_torch_8bit", {"block_size": "", "bf16_stochastic_round": ""}, "torchao", "torchao"),
-    ("adamw_torch", {}, None, None),
-    ("adafactor", {}, None, None),
-    ("sgd", {**dict.fromkeys(("momentum", "dampening", "weight_decay"), "float"), "nesterov": ""}, None, None),
-    ("adagrad", dict.fromkeys(("lr_decay", "weight_decay", "eps"), "float"), None, None),
-    ("rmsprop_bnb", {}, "bitsandbytes", "-U bitsandbytes"),
-    ("rmsprop", dict.fromkeys(("momentum", "alpha", "eps", "weight_decay"), "float") | {"centered": ""}, None, None),
-    ("adamw_anyprecision", dict.fromkeys(("use_kahan_summation", *_DTYPES), ""), "torchdistx", "torchdistx"),
-    ("grokadamw", dict.fromkeys(_GROKKING, "float"), "grokadamw", "grokadamw"),
-    ("stable_adamw", {"max_lr": "", "kahan_sum": "", "decouple_lr": ""}, "optimi", "torch-optimi"),
-    ("lomo", {}, "lomo_optim", "lomo-optim"),
-    ("adalomo", {}, "lomo_optim", "lomo-optim"),
-    ("ademamix", _ADEMAMIX, "bitsandbytes", "-U bitsandbytes"),
-    ("paged_ademamix", _ADEMAMIX, "bitsandbytes", "-U bitsandbytes"),
-    ("paged_", {}, "bitsandbytes", "-U bitsandbytes"),
-    ("adamw_bnb_8bit", {}, "bitsandbytes", "-U bitsandbytes"),
-    ("adamw_8bit", {}, "bitsandbytes", "-U bitsandbytes"),
-    ("lion", {}, "bitsandbytes", "-U bitsandbytes"),
-    ("galore", _GALORE, "galore_torch", "git+https://github.com/jiaweizzhao/GaLore"),
-    ("apollo", _GALORE | {"proj": "", "scale_type": ""}, "apollo_torch", "git+https://github.com/zhuhanqing/APOLLO"),
-    ("schedule_free", {"r": "float", "weight_lr_power": "float"}, "schedulefree", "schedulefree"),
-)
+# `optim_args`. It reads no other option, and says nothing of those that it does not read.
+OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "adamw_torch_4bit": _TORCHAO,
+    "adamw_torch_8bit": _TORCHAO,
+    "adamw_anyprecision": _ANYPRECISION,
+    "adamw_": (),
+    "adafactor": (),
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop_bnb": (),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    "grokadamw": _GROKKING,
+    "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
+    "lomo": (),
+    "adalomo": (),
+    "ademamix": _ADEMAMIX,
+    "paged_ademamix": _ADEMAMIX,
+    "paged_": (),
+    "lion": (),
+    "galore": _GALORE,
+    "apollo": (*_GALORE, "proj", "scale_type"),
+    "schedule_free": ("r", "weight_lr_power"),
+}
+# Part of an optimizer's name -> the module that it needs, and how that is installed.
+OPTIMIZER_MODULES = {
+    "torch_xla": ("torch_xla", "torch_xla"),
+    "torch_npu": ("torch_npu", "torch_npu"),
+    "torch_4bit": ("torchao", "torchao"),
+    "torch_8bit": ("torchao", "torchao"),
+    "anyprecision": ("torchdistx", "torchdistx"),
+    "grokadamw": ("grokadamw", "grokadamw"),
+    "stable_adamw": ("optimi", "torch-optimi"),
+    "lomo": ("lomo_optim", "lomo-optim"),
+    "galore": ("galore_torch", "git+https://github.com/jiaweizzhao/GaLore"),
+    "apollo": ("apollo_torch", "git+https://github.com/zhuhanqing/APOLLO"),
+    "schedule_free": ("schedulefree", "schedulefree"),
+    **dict.fromkeys(("ademamix", "paged_", "bnb", "8bit", "lion"), ("bitsandbytes", "-U bitsandbytes")),
+}
 
 
-def optimizer_arguments(optim: str) -> Mapping[str, str] | None:
-    """Return what `optim_args` may set for an optimizer of transformers, each with its type; None for no such one."""
-    return next((arguments for name, arguments, _, _ in OPTIMIZERS if optim.startswith(name)), None)
+def optimizer_options(optim: str) -> tuple[str, ...] | None:
+    """Return what `optim_args` may set for an optimizer; None for one that is unknown here."""
+    if optim == MUON:
+        return MUON_OPTIONS
+    return next((options for name, options in OPTIMIZER_OPTIONS.items() if optim.startswith(name)), None)
 
 
 def optimizer_module(optim: str) -> tuple[str, str] | None:
-    """Return the module that an optimizer needs, and the command that installs it; None for those of transformers."""
-    needed = next(((module, package) for name, _, module, package in OPTIMIZERS if optim.startswith(name)), None)
-    return (needed[0], f"pip install {needed[1]}") if needed and needed[0] else None
+    """Return the module that an optimizer needs, and the command that installs it; None for those of torch."""
+    needed = next((needed for part, needed in OPTIMIZER_MODULES.items() if part in optim), None)
+    return None if needed is None else (needed[0], f"pip install {needed[1]}")
 
 
 def check_trainer_arguments(job: Job) -> None:
@@ -74,8 +90,6 @@ def check_trainer_arguments(job: Job) -> None:
     _check_steps(job)
     _check_best_model(job)
     _check_precision(job)
-    _check_schedule(job)
-    _check_accelerator_config(job)
     _check_optimizer_arguments(job.optim, job.optim_args)
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         if job.value(name) and not job.dataloader_num_workers:
@@ -150,39 +164,6 @@ def _check_precision(job: Job) -> None:
             raise ToolkitError(f"--bf16{end} and --fp16{end} are both on", hint=f"leave out `--fp16{end}`")
 
 
-def _check_schedule(job: Job) -> None:
-    """The keys of `--lr_scheduler_kwargs` are parameters of the schedule's function."""
-    schedule, given = job.lr_scheduler_type, job.lr_scheduler_kwargs or {}
-    known = trainer_schema().schedules.get(schedule)
-    if known is None or schedule.startswith("constant"):  # they are not called with any
-        return
-    for name in given:
-        if name not in known:
-            raise ToolkitError(
-                f"--lr_scheduler_kwargs: {schedule} has no {shown(name)}",
-                hint=did_you_mean(name, known, otherwise=f"it has {', '.join(known)}"),
-            )
-    missing = [name for name, needed in known.items() if needed and name not in given]
-    if set(MIN_LR) <= known.keys() and sum(given.get(name) is not None for name in MIN_LR) != 1:
-        missing = ["either min_lr or min_lr_rate"]
-    if missing:
-        example = missing[0].rpartition(" ")[2]
-        raise ToolkitError(
-            f"--lr_scheduler_type {schedule} needs {missing[0]}",
-            hint=f"`--lr_scheduler_kwargs '{{\"{example}\": {10 if 'steps' in example else 0.1}}}'`",
-        )
-
-
-def _check_accelerator_config(job: Job) -> None:
-    types, given = trainer_schema().accelerator_config, job.accelerator_config or {}
-    for name in given:
-        if name not in types:
-            hint = did_you_mean(name, types, otherwise=f"one of {', '.join(types)}")
-            raise ToolkitError(f"--accelerator_config has no {shown(name)}", hint=hint)
-        if types[name].startswith("bool") and str(given[name]).lower() not in {"true", "false", "none"}:
-            raise ToolkitError(f"--accelerator_config {name} is {shown(given[name])}, expected true or false")
-
-
 def _check_optimizer_arguments(optim: str, text: Any) -> None:
     """`--optim_args` is `name=value`, several of them with commas between, of which the optimizer reads each."""
     for part in str(text).replace(" ", "").split(",") if text else []:
@@ -190,26 +171,16 @@ def _check_optimizer_arguments(optim: str, text: Any) -> None:
             raise ToolkitError(
                 f"--optim_args has {shown(part)}, expected name=value", hint="`--optim_args momentum=0.9,nesterov=true`"
             )
-    known = MUON_OPTIONS if optim == MUON else optimizer_arguments(optim)
+    known = optimizer_options(optim)
     if known is None:
         return
-    for name, value in parse_optimizer_arguments(text).items():
+    for name in parse_optimizer_arguments(text):
         if name not in known:
             otherwise = f"it has {', '.join(known)}" if known else "leave it out"
             hint = OPTIM_ARGS_HINTS.get(name) or did_you_mean(name, known, otherwise=otherwise)
             raise ToolkitError(f"--optim_args: --optim {optim} reads no {shown(name)}", hint=hint)
-        if known[name] and not _is_number(value, whole=known[name] == "int"):
-            kind = "a whole number" if known[name] == "int" else "a number"
-            raise ToolkitError(f"--optim_args {name} is {shown(value)}, expected {kind}", hint=f"`{name}=0`")
         if name == "block_size":
             raise ToolkitError(
                 "--optim_args block_size: transformers passes it to torchao as text, which fails in the first step",
                 hint="leave it out: blocks of 256",
             )
-
-
-def _is_number(text: str, *, whole: bool) -> bool:
-    try:
-        return math.isfinite(int(text) if whole else float(text))
-    except ValueError:
-        return False

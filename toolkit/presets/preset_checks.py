@@ -11,7 +11,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.job.job_checks import DDP_ARGUMENTS, check_trackers, check_values, ineffective_arguments, missing_packages
-from toolkit.job.model_arguments import check_part_names
 from toolkit.models.attention import read_model_attention
 from toolkit.models.split import read_split
 from toolkit.presets.compatibility import CPU, Device, ModelLimits, Purpose
@@ -73,7 +72,6 @@ def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
 
 
 def check_parts(job: Job, config: Mapping[str, Any]) -> None:
-    """Check attention, degrees of parallelism, and names of modules and parameters against a model's configuration."""
+    """Check attention and degrees of parallelism against a model's configuration."""
     limits = ModelLimits(attention=read_model_attention(config), split=read_split(config))
     check_supported(None, job, model=limits)
-    check_part_names(job, config)

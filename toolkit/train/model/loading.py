@@ -17,12 +17,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.sharded_at_load import distributed_config
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files.documents import read_text
 from toolkit.files.paths import user_path
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.job.job import Job
-from toolkit.job.model_arguments import check_patterns
 from toolkit.models.attention import AUTO, packed_attention, read_model_attention
 from toolkit.models.lora import ALL_LINEAR, share_inputs
 from toolkit.models.nf4 import keep_packing, quantization_config
@@ -159,7 +158,7 @@ def with_lora(model: Any, arguments: ModelArguments, checkpoint: Path | None) ->
         )
         # ZeRO-3 computes with adapters as they are, and keeps their fp32 masters itself.
         return get_peft_model(model, config, autocast_adapter_dtype=not is_deepspeed_zero3_enabled())
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
         what, hint = " ".join(str(error).split()), "see `--lora_target_modules` and `--lora_config`"
         raise ToolkitError(f"LoRA{given}: {what}", hint=hint) from None
@@ -176,7 +175,12 @@ def freeze(model: Any, *, frozen: Sequence[str] | None, trained: Sequence[str] |
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    check_patterns(patterns, [name for tied in names.values() for name in tied], "freeze" if frozen else "train_only")
+    every_name = [name for tied in names.values() for name in tied]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in every_name):
+            option = "freeze" if frozen else "train_only"
+            close = nearest(pattern[:200], every_name, cutoff=0.3) or every_name[0]
+            raise ToolkitError(f"--{option} {shown(pattern)} matches no parameter", hint=f"there is `{close}`")
     lines = []
     for parameter, tied in names.items():
         matched = [name for name in tied if any(fnmatchcase(name, pattern) for pattern in patterns)]
