@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import transformers
-
-from toolkit.job.trainer_checks import OPTIMIZER_OPTIONS, optimizer_module, optimizer_options
+from toolkit.job.job_checks import BITSANDBYTES_OPTIMIZERS
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import VARLEN
 from toolkit.versions import attention_names, lora_config_fields
 
 
-def test_every_optimizer_of_transformers_has_its_options_and_its_module() -> None:
-    choices = trainer_schema().fields["optim"].choices
-    assert [name for name in choices if optimizer_options(name) is None] == []
-    own = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-    assert {name for name in choices if optimizer_module(name) is None} == set(own)
-    assert optimizer_module("stable_adamw") == ("optimi", "pip install torch-optimi")
-    source = Path(transformers.__file__).with_name("trainer_optimizer.py").read_text()
-    names = {option for options in OPTIMIZER_OPTIONS.values() for option in options}
-    assert {name for name in names if f'"{name}"' not in source} == set()
+def test_every_optimizer_of_transformers_has_its_options() -> None:
+    schema = trainer_schema()
+    assert set(schema.optim_args) == set(schema.fields["optim"].choices)
+    assert {"momentum", "dampening", "weight_decay", "nesterov"} <= set(schema.optim_args["sgd"])
+    assert "momentum" not in schema.optim_args["adamw_torch"]
+
+
+def test_the_optimizers_of_bitsandbytes_are_those_of_transformers() -> None:
+    from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
+
+    theirs = {optim.value for optim in _BITSANDBYTES_OPTIMIZERS}
+    assert {name for name in trainer_schema().optim_args if BITSANDBYTES_OPTIMIZERS.match(name)} == theirs
 
 
 def test_the_attention_functions_are_those_of_the_library() -> None:

@@ -196,7 +196,6 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
         ("--optim adamw_torch --optim_args beta1=0.95", "--optim adamw_torch reads no 'beta1'", "`--adam_beta1`"),
         ("--optim adamw_bnb_8bit --optim_args min_8bit_size=1", "reads no 'min_8bit_size'", "leave it out"),
         ("--optim sgd --optim_args momentm=0.9", "--optim sgd reads no 'momentm'", "did you mean `momentum`?"),
-        ("--optim adamw_torch_8bit --optim_args block_size=128", "passes it to torchao as text", "leave it out"),
     ],
 )
 def test_an_option_that_the_optimizer_does_not_read_is_refused(words: str, message: str, hint: str) -> None:

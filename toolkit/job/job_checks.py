@@ -20,7 +20,7 @@ from toolkit.job.argument_values import as_list, check_range, check_word
 from toolkit.job.dataset_checks import check_evaluation, check_streaming, check_weights, streaming_warnings
 from toolkit.job.global_batch import check_global_batch, check_scaling
 from toolkit.job.job import Compilation, Job
-from toolkit.job.trainer_checks import check_trainer_arguments, optimizer_module
+from toolkit.job.trainer_checks import check_trainer_arguments
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import KERNEL, attention_words, missing_attention_package
 from toolkit.versions import is_importable
@@ -56,6 +56,7 @@ TRACKER_MODULES = {
     "dagshub": ("dagshub", "dagshub"),
     "flyte": ("flytekit", "flytekit"),
 }
+BITSANDBYTES_OPTIMIZERS = re.compile("paged_|lion|ademamix|rmsprop_bnb|adamw_(bnb_)?8bit")
 DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 # argument -> the argument without which it has no effect
 PREREQUISITES = {
@@ -188,7 +189,10 @@ def profiled_steps(text: str) -> tuple[int, int]:
 def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
     """Return one error for each package that the job needs and that is not installed."""
     needed = {
-        "bitsandbytes": ("--load_in_4bit needs bitsandbytes", job.load_in_4bit),
+        "bitsandbytes": (
+            f"--{'load_in_4bit' if job.load_in_4bit else f'optim {job.optim}'} needs bitsandbytes",
+            job.load_in_4bit or BITSANDBYTES_OPTIMIZERS.match(job.optim),
+        ),
         "liger_kernel": ("--use_liger_kernel needs liger-kernel", job.use_liger_kernel),
     }
     missing = [
@@ -198,11 +202,6 @@ def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
     ]
     if job.load_in_4bit and (wrong := wrong_version("bitsandbytes")):  # an older one has layers that no check knows
         missing.append(wrong)
-    optimizer = optimizer_module(job.optim)
-    if optimizer is not None and not is_importable(optimizer[0]):
-        module, command = optimizer
-        install = install_line(module) if module == "bitsandbytes" else command
-        missing.append(ToolkitError(f"--optim {job.optim} needs {module}", hint=install))
     package = missing_attention_package(job.attn_implementation)
     if package is not None:
         install = f"pip install {package}, or `--attn_implementation sdpa`"

@@ -20,7 +20,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -53,6 +53,8 @@ class TrainerSchema:
     schedules: Mapping[str, Mapping[str, bool] | None]
     """Schedule -> the keys of `lr_scheduler_kwargs`, each True if it must be given; None: any key."""
     trackers: tuple[str, ...]  # words of `report_to`
+    optim_args: Mapping[str, Sequence[str]]
+    """Optimizer -> the keys of `optim_args` that the function that makes it reads; it says nothing of others."""
     accelerator_config: Mapping[str, str]  # key -> annotation
 
 
@@ -74,6 +76,7 @@ def trainer_schema() -> TrainerSchema:
         fields=fields,
         schedules=described["schedules"],
         trackers=tuple(described["trackers"]),
+        optim_args=described.get("optim_args", {}),  # a cache of an older toolkit has none
         accelerator_config=described["accelerator_config"],
     )
 
@@ -121,6 +124,7 @@ def describe() -> dict[str, Any]:
     import transformers
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
     from transformers.trainer_pt_utils import AcceleratorConfig
     from transformers.training_args import TrainingArguments
 
@@ -134,6 +138,10 @@ def describe() -> dict[str, Any]:
         },
         "schedules": {schedule.value: _schedule(make) for schedule, make in TYPE_TO_SCHEDULER_FUNCTION.items()},
         "trackers": list(INTEGRATION_TO_CALLBACK),
+        "optim_args": {
+            str(getattr(optim, "value", optim)): _read_options(inspect.getsource(make))
+            for optim, make in _OPTIMIZER_HANDLERS.items()
+        },
         "accelerator_config": {
             name: _type_text(hint) for name, hint in get_type_hints(AcceleratorConfig).items() if name != "return"
         },
@@ -160,6 +168,12 @@ def _enum_values(hint: Any) -> list[str]:
 def _type_text(hint: Any) -> str:
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     return re.sub(r"\b(?:\w+\.)+", "", text)
+
+
+def _read_options(source: str) -> list[str]:
+    """The keys of `optim_args` that a function reads, one by one or in a loop over their names."""
+    loops = " ".join(re.findall(r"for key in [(\[]([^)\]]*)", source))
+    return sorted({*re.findall(r'optim_args(?:\.\w+\(|\[)"(\w+)"', source), *re.findall(r'"(\w+)"', loops)})
 
 
 def _schedule(make: Any) -> dict[str, bool] | None:
