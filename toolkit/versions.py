@@ -100,7 +100,8 @@ def model_plans(model_type: str) -> dict[str, dict[str, str]]:
 def _classes_of_model(model_type: str, kind: str) -> list[ast.ClassDef]:
     """The classes in an architecture's `modeling_...` or `configuration_...` file; none if there is no such file."""
     folder = _pairs("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model_type, model_type.replace("-", "_"))
-    return _classes("transformers", f"models/{folder}/{kind}_{folder}.py") if folder.isidentifier() else []
+    source = _text("transformers", f"models/{folder}/{kind}_{folder}.py") if folder.isidentifier() else ""
+    return [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
 
 
 @functools.cache
@@ -116,10 +117,6 @@ def _literals(node: ast.ClassDef) -> dict[str, Any]:
             with contextlib.suppress(ValueError):
                 literals[ast.unparse(statement.targets[0])] = ast.literal_eval(statement.value)
     return literals
-
-
-def _classes(library: str, file: str) -> list[ast.ClassDef]:
-    return [node for node in ast.parse(_text(library, file)).body if isinstance(node, ast.ClassDef)]
 
 
 def _text(library: str, file: str) -> str:

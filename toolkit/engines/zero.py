@@ -34,11 +34,6 @@ def partition_share(elements: int, *, ranks: int) -> int:
     return -(-elements // ranks)
 
 
-def flat_share(group_elements: int, *, ranks: int) -> int:
-    """Return the elements of a parameter group that every rank holds under ZeRO-1 and ZeRO-2."""
-    return -(-group_elements // (2 * ranks)) * 2
-
-
 class Zero(Engine):
     """DeepSpeed with a stage of ZeRO; stage 0 replicates, as DDP does."""
 
@@ -241,7 +236,8 @@ def optimizer_elements(states: ModelStates) -> int:
 def _zero12_states(settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
     groups = [group for group in weights.groups(elements_of) if group]
     whole = settings.sharding == "replicate"
-    partitions = groups if whole else [flat_share(group, ranks=settings.world_size) for group in groups]
+    ranks = settings.world_size
+    partitions = groups if whole else [-(-group // (2 * ranks)) * 2 for group in groups]  # padded to 2 per rank
     share = sum(partitions)
     gradient = settings.element_bytes * weights.num_trained
     if settings.sharding == "shard_grad_op":

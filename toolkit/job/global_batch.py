@@ -76,7 +76,9 @@ def _indivisible(total: int, micro_batch: int, groups: int, ranks_per_batch: int
     smaller = max((size for size in range(1, micro_batch + 1) if total % (size * groups) == 0), default=None)
     keeping = [] if total % micro_batch else processes_that_keep(total // micro_batch, ranks_per_batch=ranks_per_batch)
     if keeping:
-        message += f"; numbers of processes that keep it: {_listed(keeping)}"
+        message += f"; numbers of processes that keep it: {', '.join(map(str, keeping[:SHOWN_NUMBERS]))}"
+    if len(keeping) > SHOWN_NUMBERS:
+        message += f" and {len(keeping) - SHOWN_NUMBERS} more"
     if smaller:
         return ToolkitError(message, hint=f"`--per_device_train_batch_size {smaller}`")
     if keeping:
@@ -98,11 +100,6 @@ def processes_that_keep(micro_batches: int, *, ranks_per_batch: int = 1) -> list
 
 def _product(micro_batch: int, groups: int) -> str:
     return f"{groups} data-parallel ranks × {micro_batch} sequences (--per_device_train_batch_size)"
-
-
-def _listed(numbers: list[int]) -> str:
-    more = len(numbers) - SHOWN_NUMBERS
-    return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_global_batch(job: Job) -> None:

@@ -146,7 +146,7 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one micro-batch of a GPU, or of the GPUs that train on the same rows; all rows at full length."""
-        return self.per_device_train_batch_size * self.tokens_per_row
+        return self.per_device_train_batch_size * self.max_seq_length
 
     @property
     def evaluates(self) -> bool:

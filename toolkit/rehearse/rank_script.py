@@ -84,7 +84,7 @@ def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
             apply_loss(trainer, args.job)
         expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
         prepare(trainer, memory)
-        rows, length = args.training.per_device_train_batch_size, args.job.tokens_per_row
+        rows, length = args.training.per_device_train_batch_size, args.job.max_seq_length
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens}
         # Without positions a model reads the values of the mask.

@@ -70,11 +70,6 @@ class Rehearsal:
     output_dir: Path | None = None
     """The run folder that is kept."""
 
-    def with_folder(self, folder: Path) -> Rehearsal:
-        """Return the rehearsal with a run folder, which our own script has among its arguments."""
-        words = self.training_argv if self.script else [*self.training_argv, "--output_dir", str(folder)]
-        return replace(self, output_dir=folder, training_argv=words)
-
 
 def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: Purpose = "rehearse") -> None:
     """Raise ToolkitError for a world size that the preset does not support, a rank outside it, or no rehearsal."""
@@ -221,7 +216,9 @@ def rehearse_once(rehearsal: Rehearsal, *, on_line: Callable[[str], None]) -> tu
     """Rehearse, and return run.json too; in a temporary folder unless `--output_dir` names one."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         if rehearsal.output_dir is None:
-            rehearsal = rehearsal.with_folder(Path(temporary))
+            words = [] if rehearsal.script else ["--output_dir", temporary]  # our own script has it as an argument
+            words = [*rehearsal.training_argv, *words]
+            rehearsal = replace(rehearsal, output_dir=Path(temporary), training_argv=words)
         assert rehearsal.output_dir is not None
         result = _run(rehearsal, RunFolder(rehearsal.output_dir), on_line)
         return result, result.folder.read_run() or {}

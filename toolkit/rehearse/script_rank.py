@@ -125,8 +125,9 @@ class RehearsedScript(ScriptRun):
         rows = trainer.args.per_device_train_batch_size
         facts = measured_facts(run, self.rehearsed, observer, untimed_steps=self.words.untimed_steps)
         facts["not_measured"] += [AFTERWARDS]
+        held = {name: held_tensors(list(model.parameters())) for name, model in other_models(trainer).items()}
         return facts | {
-            "other_model_bytes": {name: _held_bytes(model) for name, model in other_models(trainer).items()},
+            "other_model_bytes": {name: local_bytes(tensors) for name, tensors in held.items()},
             "batch": f"batches of {rows} rows as its collator makes them",
             "random_weights": False,
         }
@@ -319,10 +320,6 @@ def other_models(trainer: Any) -> dict[str, Any]:
             if isinstance(model, torch.nn.Module) and id(model) not in own:
                 found[name if model is value else f"{name}[{number}]"] = model
     return found
-
-
-def _held_bytes(model: Any) -> int:
-    return local_bytes(held_tensors(list(model.parameters())))
 
 
 def largest_batches(trainer: Any) -> tuple[list[Any], Any, str]:

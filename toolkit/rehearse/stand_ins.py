@@ -142,7 +142,7 @@ def rehearsal_data(args: Arguments) -> tuple[Any, Data]:
         tokenizer = loading.load_tokenizer(args.job, chat_template=args.job.chat_template)
         return tokenizer, load_data(tokenizer, args.job, args.training, data_parallel_size=args.data_parallel_size)
     vocabulary = loading.from_pretrained(AutoConfig, args.job).get_text_config().vocab_size
-    rows = SyntheticRows(args.global_batch_size, length=args.job.tokens_per_row, vocabulary=vocabulary)
+    rows = SyntheticRows(args.global_batch_size, length=args.job.max_seq_length, vocabulary=vocabulary)
     return None, Data(train=rows, stats=rows.stats(packed=args.job.packing))
 
 

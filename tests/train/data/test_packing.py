@@ -39,13 +39,13 @@ ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
 def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(1, 512) for _ in range(2000)]
-    packs = best_fit(lengths, max_tokens=512)
+    packs = best_fit(lengths, max_seq_length=512)
     assert sorted(index for pack in packs for index in pack) == list(range(2000))
     assert max(sum(lengths[index] for index in pack) for pack in packs) <= 512
     assert len(packs) <= 1.02 * sum(lengths) / 512  # observed: 1.004
-    assert best_fit([7, 7], max_tokens=7) == [[0], [1]]
+    assert best_fit([7, 7], max_seq_length=7) == [[0], [1]]
     # A pack concatenates its rows.
-    packed = PackedRows(datasets.Dataset.from_list(ROWS), max_tokens=7)
+    packed = PackedRows(datasets.Dataset.from_list(ROWS), max_seq_length=7)
     assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
     assert packed[0] == joined([ROWS[1], ROWS[2]])
     assert (packed[0]["documents"], packed[0]["rows"]) == ([5, 2], [1, 2])
@@ -70,7 +70,7 @@ def test_positions_restart_with_each_document_whose_first_token_is_not_a_target(
 def test_open_packs_lose_no_row_of_a_stream() -> None:
     rng = random.Random(0)
     rows = [row(number, rng.randint(1, 40)) for number in range(300)]
-    stream = OpenPacks(max_tokens=64, at_most=4)
+    stream = OpenPacks(max_seq_length=64, at_most=4)
     given = [pack for pack in map(stream.add, rows) if pack is not None]
     packs = [joined(pack) for pack in [*given, *stream.packs]]
     assert sorted(number for pack in packs for number in pack["rows"]) == list(range(300))

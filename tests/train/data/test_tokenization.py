@@ -84,12 +84,12 @@ def test_only_turns_of_the_assistant_are_supervised_wherever_its_markers_are(tok
     assert text.endswith("<|im_start|>assistant\n«Ha<|im_end|>»\n")
 
 
-@pytest.mark.parametrize("max_tokens", [20, 29, 30, 1000])
-def test_supervision_before_the_cut_does_not_depend_on_the_cut(tokenizer: Any, max_tokens: int) -> None:
+@pytest.mark.parametrize("max_seq_length", [20, 29, 30, 1000])
+def test_supervision_before_the_cut_does_not_depend_on_the_cut(tokenizer: Any, max_seq_length: int) -> None:
     input_ids, supervised = encode(Sample(messages=TURNS * 3), tokenizer)
-    cut_ids, cut_supervised = encode(Sample(messages=TURNS * 3), tokenizer, max_tokens=max_tokens)
+    cut_ids, cut_supervised = encode(Sample(messages=TURNS * 3), tokenizer, max_seq_length=max_seq_length)
     assert cut_ids == input_ids
-    assert cut_supervised[:max_tokens] == supervised[:max_tokens]
+    assert cut_supervised[:max_seq_length] == supervised[:max_seq_length]
 
 
 def test_tools_and_their_calls_reach_the_template(tokenizer: Any) -> None:

@@ -182,7 +182,7 @@ class _Loader:
     def _packed(self, dataset: datasets.Dataset, stats: data_report.DataStats) -> tuple[Any, data_report.DataStats]:
         if not self.arguments.packing:
             return dataset, stats
-        packed = PackedRows(dataset, max_tokens=self.arguments.tokens_per_row)
+        packed = PackedRows(dataset, max_seq_length=self.arguments.max_seq_length)
         return packed, replace(stats, packs=len(packed), pack_fill_fraction=packed.fill_fraction)
 
 

@@ -1,6 +1,6 @@
 """Pack rows into sequences of limited length whose documents do not attend to each other.
 
->>> best_fit([3, 5, 2, 4], max_tokens=7)
+>>> best_fit([3, 5, 2, 4], max_seq_length=7)
 [[1, 2], [3, 0]]
 
 Position ids restart at 0 with each document of a pack; transformers turns that into a block-diagonal mask (sdpa, eager,
@@ -32,14 +32,14 @@ TokenRow = dict[str, Any]  # a tokenised row or pack: `input_ids`, `labels`, and
 UNPACKABLE_HINT = "leave `--packing` out; `--train_sampling_strategy group_by_length` also pads less"
 
 
-def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def best_fit(lengths: Sequence[int], *, max_seq_length: int) -> list[list[int]]:
     """Return the row indices of each pack, which follow from the lengths alone: best-fit decreasing, longest first."""
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left in a pack, and its index; sorted
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         tokens = lengths[index]
         place = bisect_left(free, (tokens, -1))
-        left, pack = free.pop(place) if place < len(free) else (max_tokens, len(packs))
+        left, pack = free.pop(place) if place < len(free) else (max_seq_length, len(packs))
         if pack == len(packs):
             packs.append([])
         packs[pack].append(index)
@@ -51,20 +51,20 @@ def best_fit(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
 class OpenPacks:
     """Packs rows that arrive one by one: each goes into the fullest pack that has space for it.
 
-    >>> packs = OpenPacks(max_tokens=3, at_most=1)
+    >>> packs = OpenPacks(max_seq_length=3, at_most=1)
     >>> [packs.add({"input_ids": tokens}) for tokens in ([1, 2], [3])]
     [None, [{'input_ids': [1, 2]}, {'input_ids': [3]}]]
     """
 
-    def __init__(self, *, max_tokens: int, at_most: int, packs: Iterable[list[TokenRow]] = ()) -> None:
-        self.max_tokens, self.at_most = max_tokens, at_most
+    def __init__(self, *, max_seq_length: int, at_most: int, packs: Iterable[list[TokenRow]] = ()) -> None:
+        self.max_seq_length, self.at_most = max_seq_length, at_most
         self.packs = list(packs)
         """Rows of sequences that are not full yet, in the order in which they were opened."""
 
     def add(self, row: TokenRow) -> list[TokenRow] | None:
         """Add a row; return the rows of the fullest pack if it is full or more than `at_most` packs are open."""
-        free = [self.max_tokens - sum(len(each["input_ids"]) for each in pack) for pack in self.packs]
-        free.append(self.max_tokens)  # of a new one
+        free = [self.max_seq_length - sum(len(each["input_ids"]) for each in pack) for pack in self.packs]
+        free.append(self.max_seq_length)  # of a new one
         self.packs.append([])
         fullest = min((i for i, tokens in enumerate(free) if tokens >= len(row["input_ids"])), key=free.__getitem__)
         self.packs[fullest].append(row)
@@ -89,10 +89,10 @@ def joined(rows: Sequence[TokenRow]) -> TokenRow:
 class PackedRows(torch.utils.data.Dataset[TokenRow]):  # type: ignore[misc]
     """Dataset of packs, joined on access."""
 
-    def __init__(self, rows: datasets.Dataset, *, max_tokens: int) -> None:
+    def __init__(self, rows: datasets.Dataset, *, max_seq_length: int) -> None:
         self.rows = rows
-        self.packs = best_fit(rows["length"][:], max_tokens=max_tokens)
-        self.fill_fraction = sum(rows["length"][:]) / (len(self.packs) * max_tokens)
+        self.packs = best_fit(rows["length"][:], max_seq_length=max_seq_length)
+        self.fill_fraction = sum(rows["length"][:]) / (len(self.packs) * max_seq_length)
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -171,10 +171,10 @@ class Lanes:
     def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
         if self.stream.packing and lane not in self.packs:
-            opened, length = self.states[lane].open, self.stream.encoders[0].tokens_per_row
+            opened, length = self.states[lane].open, self.stream.encoders[0].max_seq_length
             rows = {number: self._next_row(lane) for number in sorted(sum(opened, ()))}
             packs = ([rows[number] for number in pack] for pack in opened)
-            self.packs[lane] = OpenPacks(max_tokens=length, at_most=OPEN_PACKS, packs=packs)
+            self.packs[lane] = OpenPacks(max_seq_length=length, at_most=OPEN_PACKS, packs=packs)
         while True:
             row = self._next_row(lane)
             taken = row[LANE_STATE] + 1

@@ -127,7 +127,7 @@ class RowEncoder:
 
     tokenizer: Any
     data_format: str
-    tokens_per_row: int
+    max_seq_length: int
     supervise_all: bool
     system_prompt: str | None
     columns: formats.Columns
@@ -145,16 +145,16 @@ class RowEncoder:
             original = to_sample(row, self.data_format)
             sample = with_system_prompt(original, self.system_prompt)
             input_ids, supervised = encode(
-                sample, self.tokenizer, supervise_all=self.supervise_all, max_tokens=self.tokens_per_row
+                sample, self.tokenizer, supervise_all=self.supervise_all, max_seq_length=self.max_seq_length
             )
         except ToolkitError as error:
             raise ToolkitError(f"{place}: {error.message}", hint=error.hint) from None
         except (UnicodeError, RecursionError) as error:
             raise ToolkitError(f"{place}: the row cannot be tokenized: {error}") from None
-        pairs = list(zip(input_ids, supervised, strict=True))[: self.tokens_per_row]
+        pairs = list(zip(input_ids, supervised, strict=True))[: self.max_seq_length]
         labels = [token if learned else IGNORED for token, learned in pairs]
         return {
-            "input_ids": input_ids[: self.tokens_per_row],
+            "input_ids": input_ids[: self.max_seq_length],
             "labels": labels,
             "length": len(labels),
             "row": number,
@@ -172,7 +172,7 @@ def row_encoder(tokenizer: Any, data_format: str, arguments: DataArguments) -> R
     return RowEncoder(
         tokenizer=tokenizer,
         data_format=data_format,
-        tokens_per_row=arguments.tokens_per_row,
+        max_seq_length=arguments.max_seq_length,
         supervise_all=arguments.loss_on == "all" or data_format == "text",
         system_prompt=arguments.system_prompt,
         columns=arguments.column or {},
@@ -205,18 +205,18 @@ class EncodedSource:
 
     def supervised(self) -> tuple[datasets.Dataset, DataStats]:
         """Return the `COLUMNS` of rows with a supervised token, and statistics. Raises ToolkitError if none is left."""
-        rows, limit = self.rows, self.encoder.tokens_per_row
+        rows, max_seq_length = self.rows, self.encoder.max_seq_length
         uncut, supervised = rows["uncut_tokens"][:], rows["supervised"][:]
         kept = [index for index, tokens in enumerate(supervised) if tokens]
         if not kept:
-            raise no_supervised_tokens_error(self.name, rows, limit)
+            raise no_supervised_tokens_error(self.name, rows, max_seq_length)
         stats = DataStats(
             format=self.encoder.data_format,
             rows=len(rows),
             dropped_rows=len(rows) - len(kept),
             epoch_rows=len(kept),
-            truncated_rows=sum(tokens > limit for tokens in uncut),
-            tokens=sum(min(uncut[index], limit) for index in kept),
+            truncated_rows=sum(tokens > max_seq_length for tokens in uncut),
+            tokens=sum(min(uncut[index], max_seq_length) for index in kept),
             supervised_tokens=sum(supervised),
             longest_row_tokens=max(uncut),
             sample=mark_supervised(rows[kept[0]], self.encoder.tokenizer),
@@ -233,14 +233,16 @@ TEMPLATE_HINT = "pass `--chat_template FILE` with a `{% generation %}` block aro
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_tokens: int | None = None) -> Encoded:
+def encode(
+    sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_seq_length: int | None = None
+) -> Encoded:
     """Tokenise one sample without truncation; `supervise_all` supervises prompts and user turns too.
 
-    Tokens behind `max_tokens`, which will be cut, may be left unsupervised. Raises ToolkitError if the chat template is
-    missing, refuses the conversation, or hides the assistant's turns.
+    Tokens behind `max_seq_length`, which will be cut, may be left unsupervised. Raises ToolkitError if the chat
+    template is missing, refuses the conversation, or hides the assistant's turns.
     """
     if sample.messages is not None:
-        return encode_chat(sample, tokenizer, supervise_all=supervise_all, max_tokens=max_tokens)
+        return encode_chat(sample, tokenizer, supervise_all=supervise_all, max_seq_length=max_seq_length)
     # A prompt is tokenised separately, as in generation.
     text = sample.text if sample.text is not None else sample.prompt or ""
     eos, input_ids = tokenizer.eos_token_id, tokenizer(text, verbose=False).input_ids
@@ -254,7 +256,7 @@ def encode(sample: Sample, tokenizer: Any, *, supervise_all: bool = False, max_t
     return input_ids, [supervise_all or index >= prompt_tokens for index in range(len(input_ids))]
 
 
-def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_tokens: int | None) -> Encoded:
+def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_seq_length: int | None) -> Encoded:
     chat = _Chat(tokenizer=tokenizer, messages=sample.messages or [], tools=sample.tools)
     if not supervise_all and _GENERATION_BLOCK.search(chat.template()):
         options = {"tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
@@ -270,7 +272,7 @@ def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_toke
     if supervise_all:
         return input_ids, [True] * len(input_ids)
     # Each span renders the conversation again, which is too slow for long conversations behind the cut.
-    cut = len(text) if max_tokens is None or max_tokens >= len(offsets) else offsets[max_tokens][0]
+    cut = len(text) if max_seq_length is None or max_seq_length >= len(offsets) else offsets[max_seq_length][0]
     spans: list[Span] = []
     for index, message in enumerate(chat.messages):
         if spans and spans[-1][1] >= cut:
