@@ -8,6 +8,7 @@ from model_configs import EXPERTS, TINY
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
+from toolkit.models.job_weights import job_weights
 from toolkit.models.lora import RENAMED_TARGETS, check_lora_targets, lora_layer
 from toolkit.models.shape import ModelShape
 
@@ -45,3 +46,9 @@ def test_the_renamed_modules_are_pefts() -> None:
 
     for model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
         assert _renamed_targets(model_type) == RENAMED_TARGETS.get(model_type, {})
+
+
+def test_targets_that_no_layer_has_train_nothing() -> None:
+    shape = shape_from_config(ConfigFields(TINY | {"model_type": "llama"}, "config.json"))
+    weights = job_weights(shape, 4, lora_target_modules=("qproj",))
+    assert (weights.num_trained, weights.largest_trained) == (0, 0)

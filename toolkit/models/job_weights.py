@@ -137,7 +137,7 @@ class JobWeights:
     @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest trained tensor."""
-        return max(tensor.num_elements for tensor, _ in self.trained)
+        return max((tensor.num_elements for tensor, _ in self.trained), default=0)  # 0: of targets that no layer has
 
     @cached_property
     def largest(self) -> int:
