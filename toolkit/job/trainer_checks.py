@@ -2,7 +2,7 @@
 
 They are what `TrainingArguments.__post_init__` and `Trainer.__init__` of transformers 5.23 refuse after a wait in a
 queue, and what it takes without a word, such as an option that an optimizer does not read. The rest is left to
-transformers: each rank refuses it when it starts. A test asks both.
+transformers: a rank refuses its arguments when it starts, and a schedule once the model is loaded. A test asks both.
 """
 
 from __future__ import annotations
