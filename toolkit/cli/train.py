@@ -14,7 +14,7 @@ import typer
 from toolkit.cli.options import expand_options
 from toolkit.compare.options import CompareOptions
 from toolkit.entry_point import print_failure, print_message
-from toolkit.errors import ToolkitError
+from toolkit.errors import RunFailed, ToolkitError
 from toolkit.flags import JsonOutput, PricePerGpuHour
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, default_num_processes
 from toolkit.hardware.node import busy_cores
@@ -156,13 +156,21 @@ def report(
         list[Path], typer.Argument(help="folder of a comparison; or two: before and after", metavar="DIR [DIR]")
     ],
     price_per_gpu_hour: PricePerGpuHour = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="print all that others may read of a verified run; or check such a file")
+    ] = False,
     as_json: JsonOutput = False,
 ) -> None:
     """Write the report of a comparison again, or compare two.
 
     Reads the comparison's files alone. If two comparisons trained different jobs, the differences are listed and the
     exit code is 2.
+
+    With --share and a run folder: one JSON row of it, from a fixed list of fields; nothing is sent. With --share and
+    files of such rows: checks them.
     """
+    if share:
+        return _share(folders)
     from toolkit.compare.commands import report_both, write_report_again
 
     if len(folders) > 2:
@@ -175,3 +183,17 @@ def report(
         report_both(*folders)
     else:
         raise ToolkitError("--price-per-gpu-hour applies to the report of a single comparison", hint="name one folder")
+
+
+def _share(paths: list[Path]) -> None:
+    """Print the row of a run folder, or check files of such rows. Raises RunFailed for a row that cannot be true."""
+    from toolkit.record.shared_run import SharedRun, check_shared_rows
+
+    if not paths[0].is_file():
+        print(SharedRun.of_run(paths[0]).model_dump_json(indent=2))
+        print_message("this is all that is shared, and nothing was sent: keep it with `> row.json`")
+        return
+    problems = [problem for path in paths for problem in check_shared_rows(path)]
+    if problems:
+        raise RunFailed("\n".join(problems))
+    print_message(f"{counted(len(paths), 'row')} checked")

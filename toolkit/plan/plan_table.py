@@ -12,6 +12,7 @@ from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
+from toolkit.plan.measured_by_others import measured_line, nearest_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
 from toolkit.plan.method_advice import NOTHING
 from toolkit.plan.phases import PARTS
@@ -72,7 +73,9 @@ def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
     head: dict[str, Any] = {"model": model, "model_type": shape.model_type, "counted_on": shape.counted_on}
     head |= {"activations_from": shape.activations_from, "model_states_checked": are_states_checked(request)}
     head["summary"] = summary(answer)
-    rows = [plan.as_row() | answer.cost.as_row(plan) for plan in answer.plans]
+    rows = [
+        plan.as_row() | answer.cost.as_row(plan) | {"measured_by_others": nearest_row(plan)} for plan in answer.plans
+    ]
     print(json.dumps(head | {"plans": rows} | more, indent=2))
 
 
@@ -100,6 +103,8 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
             yield from ("", *_part_lines(plan))
         reasons = dict.fromkeys(reason for plan in plans if plan.speed for reason in plan.speed.wider_for)
         yield from ("", *([f"Ranges of speeds are wide for {'; '.join(reasons)}."] if reasons else []))
+    if (row := nearest_row(chosen)) is not None:
+        yield measured_line(row)
     checked = f"{request.shape.model_type}, {request.job.method_text}"
     if not are_states_checked(request):
         yield f"Model states are counted from config.json, and not checked for {checked}."
