@@ -23,6 +23,7 @@ EXTRAS = {
     **dict.fromkeys(("bitsandbytes", "liger_kernel", "pynvml"), "gpu"),
     **dict.fromkeys(("gguf", "zaragoza_construction_faq"), "demo"),
     "numpy": "simulate",
+    "mcp": "mcp",
 }
 TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")
 # The least and the first too new version of each, as in pyproject.toml.

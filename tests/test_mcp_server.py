@@ -1,0 +1,84 @@
+"""The MCP server returns what the command line prints; the real client of the `mcp` package asks it over stdio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT
+
+from toolkit import mcp_server
+from toolkit.errors import ToolkitError
+from toolkit.versions import is_importable
+
+needs_mcp = pytest.mark.skipif(not is_importable("mcp"), reason="needs the extra mcp: `pip install -e .[mcp]`")
+ARGUMENTS = ["--gpu", "h100", "--num-processes", "8", "--preset", "zero3"]
+
+
+def ask(*calls: tuple[str, dict[str, Any]]) -> tuple[set[str], list[Any]]:
+    """Start the server, and return the names of its tools and its answers."""
+    from mcp import Client, StdioServerParameters
+
+    async def session() -> tuple[set[str], list[Any]]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        server = StdioServerParameters(command=sys.executable, args=["-m", "toolkit.mcp_server"], env=environment)
+        async with Client(server) as client:
+            tools = await client.list_tools()
+            return {tool.name for tool in tools.tools}, [await client.call_tool(*call) for call in calls]
+
+    return asyncio.run(session())
+
+
+def printed(*words: str) -> Any:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "toolkit", *words, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, env=environment).stdout)
+
+
+@needs_mcp
+def test_each_tool_returns_what_its_command_prints(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "no_such_key": 1}))
+    names, answers = ask(
+        ("presets", {}),
+        ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
+        ("recommend", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
+        ("lint", {"paths": [str(tmp_path)]}),
+        ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ["--gpu", "h1000"]}),
+        ("report", {"folder": str(tmp_path)}),
+    )
+    assert names == {tool.__name__ for tool in mcp_server.TOOLS}
+    *good, unknown_gpu, no_report = answers
+    expected = [{"presets": printed("presets")}, printed("plan", "Qwen/Qwen3-8B", *ARGUMENTS)]
+    expected += [printed("recommend", "Qwen/Qwen3-8B", *ARGUMENTS), printed("lint", str(tmp_path))]
+    assert [each.structured_content for each in good] == expected
+    assert expected[-1]["findings"]  # the exit code is 1, and the answer is whole
+    assert unknown_gpu.is_error
+    assert "h1000" in unknown_gpu.content[0].text
+    assert no_report.is_error
+
+
+def test_a_command_returns_its_json_or_its_message() -> None:
+    assert mcp_server.presets()["presets"][0].keys() >= {"name", "engine", "sharding"}
+    with pytest.raises(ToolkitError, match="exit code 2: .*no-such/model"):
+        mcp_server.plan("no-such/model.json", ARGUMENTS)
+
+
+@pytest.mark.parametrize("word", ["--in-place", "--trust-remote-code", "--script", "--verify", "--output=x"])
+def test_an_option_that_writes_or_runs_code_is_refused(word: str) -> None:
+    with pytest.raises(ToolkitError, match="a person types it"):
+        mcp_server.lint(["configs"], [word])
+
+
+@pytest.mark.skipif(is_importable("mcp"), reason="the extra mcp is installed")
+def test_without_the_extra_the_line_to_install_it_is_printed() -> None:
+    command = [sys.executable, "-m", "toolkit.mcp_server"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert "mcp is not installed" in done.stderr
+    assert "[mcp]" in done.stderr
