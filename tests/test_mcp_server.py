@@ -65,7 +65,7 @@ def test_each_tool_returns_what_its_command_prints(tmp_path: Path) -> None:
 
 def test_a_command_returns_its_json_or_its_message() -> None:
     assert mcp_server.presets()["presets"][0].keys() >= {"name", "engine", "sharding"}
-    with pytest.raises(ToolkitError, match="exit code 2: .*no-such/model"):
+    with pytest.raises(ToolkitError, match=r"exit code 2: .*no-such/model"):
         mcp_server.plan("no-such/model.json", ARGUMENTS)
 
 

@@ -5,7 +5,7 @@
     [134217728, 34080768, 32768]
 
 The planner adds these bytes up for the tensors of a model, and the run-time verification for the live ones. Every other
-optimizer of transformers runs too, but what it should hold is not known, so it is neither planned nor verified by name.
+optimizer of transformers runs too, and is neither planned nor verified by name: `NOT_PLANNED` says why.
 Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and torchao 0.18.
 """
 
@@ -97,12 +97,15 @@ def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> Optimizer
         optim=optim,
         class_name=f"bitsandbytes.{name}",
         states=_fp32(states) if bits == 32 else _bitsandbytes_8bit(states),
-        # Its `dynamic` and `udynamic` code tables, one per state.
-        shared_bytes=0 if bits == 32 else states * FP32_BYTES * 256,
-        summary=f"{MOMENTS if states == 2 else 'momentum'}: {'fp32' if bits == 32 else in_8bit}",
+        # Its `dynamic` and `udynamic` code tables: one for momenta, one for the variance.
+        shared_bytes=0 if bits == 32 else min(states, 2) * FP32_BYTES * 256,
+        summary=f"{_BITSANDBYTES_STATES.get(name, MOMENTS)}: {'fp32' if bits == 32 else in_8bit}",
         paged=optim.startswith("paged"),
         is_fp32_adamw=name == "AdamW" and bits == 32,
     )
+
+
+_BITSANDBYTES_STATES = {"Lion": "momentum", "RMSprop": "variance", "AdEMAMix": "two momenta and variance"}
 
 
 def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
@@ -140,6 +143,13 @@ _ALL = (
     _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
     _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("paged_lion_8bit", "Lion", 1, bits=8),
+    _bitsandbytes("ademamix", "AdEMAMix", 3, bits=32),
+    _bitsandbytes("ademamix_8bit", "AdEMAMix", 3, bits=8),
+    _bitsandbytes("paged_ademamix_32bit", "AdEMAMix", 3, bits=32),
+    _bitsandbytes("paged_ademamix_8bit", "AdEMAMix", 3, bits=8),
+    _bitsandbytes("rmsprop_bnb", "RMSprop", 1, bits=32),
+    _bitsandbytes("rmsprop_bnb_32bit", "RMSprop", 1, bits=32),
+    _bitsandbytes("rmsprop_bnb_8bit", "RMSprop", 1, bits=8),
     _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each), _MUON_SUMMARY),
     _torch("adagrad", "torch.Adagrad", _fp32(1), "sum of squares: fp32"),
     _torch("rmsprop", "torch.RMSprop", _fp32(1), "variance: fp32"),
@@ -148,6 +158,31 @@ _ALL = (
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {spec.optim: spec for spec in _ALL}
 """By name in `TrainingArguments.optim`, the Trainer's default first."""
 DEFAULT_OPTIMIZER = _ALL[0].optim
+# Beginning of a name in `--optim` -> why its states are not planned. Sources: galore-torch 1.0, apollo-torch 1.0.3,
+# schedulefree 1.4.1, grokadamw 0.1.2, and `trainer_optimizer.py` of transformers 5.23.
+NOT_PLANNED: Mapping[str, str] = {
+    "galore": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
+    "apollo": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
+    "schedule_free": "its optimizer has to be told of training and evaluation, which was run under no preset",
+    "grokadamw": "it moves its three states to the host and back in each step",
+    "lomo": "it updates each weight in the backward pass, without an optimizer step",
+    "adalomo": "it updates each weight in the backward pass, without an optimizer step",
+    "stable_adamw": "the dtypes of its states follow `kahan_sum` in `--optim_args`",
+    "adamw_anyprecision": "the dtypes of its states are those of `--optim_args`, bf16 by default",
+    "adamw_torch_xla": "it is for TPUs",
+    "adamw_torch_npu_fused": "it is for Ascend NPUs",
+    "dion": "transformers has no such optimizer",
+}
+
+
+def why_not_planned(optim: str) -> str | None:
+    """Return why an optimizer is not planned; None for one that is, and for one that nobody knows.
+
+    >>> why_not_planned("lomo")
+    'it updates each weight in the backward pass, without an optimizer step'
+    """
+    found = (why for name, why in NOT_PLANNED.items() if optim.startswith(name))
+    return None if optim in OPTIMIZERS else next(found, None)
 
 
 def optimizer_spec(optim: str, optim_args: str | None = None) -> OptimizerSpec | None:

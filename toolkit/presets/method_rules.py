@@ -7,7 +7,7 @@ from toolkit.engines.engine import Engine
 from toolkit.engines.registry import ENGINES
 from toolkit.errors import did_you_mean
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
-from toolkit.models.optimizers import OPTIMIZERS
+from toolkit.models.optimizers import OPTIMIZERS, why_not_planned
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer
 from toolkit.presets.spec import PresetSpec, default_accumulate
 
@@ -187,7 +187,8 @@ def planned_optimizer(case: Case) -> Answers:
     optim = case.job.optim
     if case.purpose in ("plan", "recommend") and optim not in OPTIMIZERS:
         hint = did_you_mean(optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
-        yield job_answer(f"--optim {optim} is not planned", hint)
+        why = why_not_planned(optim)
+        yield job_answer(f"--optim {optim} is not planned{f': {why}' if why else ''}", hint)
 
 
 def survives_offload(optim: str) -> bool:
