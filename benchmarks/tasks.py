@@ -307,8 +307,8 @@ def really_sharded(desk: Desk) -> Judged:
 
 
 def is_about(written: int, said: int) -> bool:
-    """A rank's file has its fp32 weights and two moments, where the record counts the moments or all three."""
-    return any(math.isclose(written, said * factor, rel_tol=0.1) for factor in (1, 1.5))
+    """Return True if a rank's file, which has little else, is as large as the states that the rank says it holds."""
+    return math.isclose(written, said, rel_tol=0.1)
 
 
 TRAINER = """
@@ -378,7 +378,7 @@ def faster_here(desk: Desk) -> Judged:
     for name in rows:
         path = next(desk.work.glob(f"both/trials/*{name}*/ranks/rank0.jsonl"))
         steps = [json.loads(line) for line in path.read_text().splitlines()]
-        medians[name] = statistics.median(row["step_seconds"] for row in steps[2:])
+        medians[name] = statistics.median(row["seconds"] for row in steps[2:])
     truth = min(medians, key=lambda name: medians[name])
     return Judged(said, lambda given: given == truth, next(name for name in medians if name != truth))
 
@@ -390,8 +390,15 @@ def complete_checkpoint(desk: Desk) -> Judged:
         shutil.copytree(whole, broken)
         path = next(broken.glob("**/*optim_states.pt"))
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    answer = [desk.ask(f"checkpoint inspect {folder}", fails=True)["complete"] for folder in (whole, broken)]
-    return Judged(answer, lambda given: given == [True, False], [True, True])
+    said = [desk.ask(f"checkpoint inspect {folder}", fails=True)["checkpoints"][0] for folder in (whole, broken)]
+    answer = [(each["state"], each["problem"]) for each in said]
+    cut = next(broken.glob("**/*optim_states.pt")).name
+
+    def is_right(given: list[tuple[str, str | None]]) -> bool:
+        (first, _), (second, problem) = given
+        return first == "complete" != second and cut in str(problem)
+
+    return Judged(answer, is_right, [("complete", None), ("complete", None)])
 
 
 @task("What does this pull request do to memory?", truth="plans of both files")
