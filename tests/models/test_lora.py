@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from model_configs import EXPERTS, TINY
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
@@ -52,3 +57,33 @@ def test_targets_that_no_layer_has_train_nothing() -> None:
     shape = shape_from_config(ConfigFields(TINY | {"model_type": "llama"}, "config.json"))
     weights = job_weights(shape, 4, lora_target_modules=("qproj",))
     assert (weights.num_trained, weights.largest_trained) == (0, 0)
+
+
+def _kept(**fields: Any) -> tuple[int, int]:
+    """Return trained parameters, and bytes that the backward pass of a small Llama keeps, each storage once."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    rows = torch.arange(64).reshape(2, 32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=rows, labels=rows)
+    return model.get_nb_trainable_parameters()[0], sum(kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks
+def test_rslora_keeps_what_lora_does_and_dora_keeps_more() -> None:
+    """So `plan --config` plans the one as LoRA, and refuses the other."""
+    lora, rslora, dora = _kept(), _kept(use_rslora=True), _kept(use_dora=True)
+    assert rslora == lora
+    outputs = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)  # of the adapted layers
+    assert dora[0] - lora[0] == outputs  # a magnitude each
+    assert dora[1] - lora[1] > 64 * outputs * 4  # and their 64 tokens in fp32 at least once more

@@ -57,6 +57,8 @@ COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prom
 MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
     "trainable_token_indices",
+    # DoRA trains a magnitude per output, and keeps a second output of each adapted layer for the backward pass.
+    "use_dora",
 )
 # What to type after an option, where it is no number.
 EXAMPLES = {
@@ -307,11 +309,11 @@ def _refused(source: _Source) -> str:
 
 def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, str]]:
     """Arguments that were converted and that no plan has, and the precision."""
-    more = [name for name in job.lora_config or {} if name in MORE_THAN_ADAPTERS]
+    more = [name for name, value in (job.lora_config or {}).items() if value and name in MORE_THAN_ADAPTERS]
     converted = {} if source.conversion is None else source.conversion.converted
     if more:
         keys = [key for key, argument in converted.items() if argument == "lora_config"] or ["lora_config"]
-        yield ", ".join(keys), "lora_r", f"{', '.join(more)}: more is trained than adapters"
+        yield ", ".join(keys), "lora_r", f"{', '.join(more)}: more is trained or kept than LoRA's adapters"
     for name in ("train_only", "freeze"):
         if job.value(name):
             yield name, "method", "all weights are planned as trained"
