@@ -267,19 +267,19 @@ def accumulation_is_text(desk: Desk) -> Judged:
 
 @task("Make this fit: Qwen3-0.6B, all weights, 4 x T4, 4,096 tokens", truth="a trace of the recommended settings")
 def make_it_fit(desk: Desk) -> Judged:
-    where = "Qwen/Qwen3-0.6B --gpu t4 --num-processes 4 --max-seq-length 4096 --global-batch-size 4 --preset fsdp2"
+    where = "Qwen/Qwen3-0.6B --gpu t4 --num-processes 4 --max-seq-length 4096 --preset fsdp2"
     choice = desk.ask(f"recommend {where}")["choice"]
-    job = f"--model_name_or_path {ROOT}/toolkit/models/known/Qwen/Qwen3-0.6B/config.json --max_seq_length 4096"
-    job += f" --per_device_train_batch_size {choice['per_device_train_batch_size']} --gradient_accumulation_steps 1"
-    rest = f"--preset {choice['preset']} --num-processes 4 --fake-tensors"
-
-    def peak(checkpointing: bool) -> int:
-        traced = desk.ask(f"rehearse {rest} -- {job} --activation_checkpointing {str(checkpointing).lower()}")
-        return max(each["total_bytes"] for each in traced["peaks"].values())
-
     memory = choice["planned_peak_bytes"] + choice["headroom_bytes"]
-    peaks = {True: peak(True), False: peak(False)}
-    return Judged(choice["activation_checkpointing"], lambda answer: peaks[answer] < memory, False)
+    model = f"--model_name_or_path {ROOT}/toolkit/models/known/Qwen/Qwen3-0.6B/config.json --max_seq_length 4096"
+
+    def fits(setting: tuple[int, bool]) -> bool:
+        rows, recomputes = setting
+        job = f"--per_device_train_batch_size {rows} --activation_checkpointing {str(recomputes).lower()}"
+        traced = desk.ask(f"rehearse --preset fsdp2 --num-processes 4 --fake-tensors -- {model} {job} --max_steps 1")
+        return max(each["total_bytes"] for each in traced["peaks"].values()) < memory
+
+    answer = (choice["per_device_train_batch_size"], choice["activation_checkpointing"])
+    return Judged(answer, fits, (8, False))
 
 
 @task("How long does 100 M tokens of full Mistral-7B take on one A100, and its cost?", truth="fms-acceleration's speed")
