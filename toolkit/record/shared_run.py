@@ -20,7 +20,8 @@ from toolkit.hardware.gpu_table import known_gpu
 from toolkit.models.read_model import known_models
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_steps
-from toolkit.record.run_files import AttestedRank, RecordedAttestation, RecordedRun, read_run, read_run_file
+from toolkit.record.reading import RankReading
+from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run, read_run_file
 from toolkit.record.status import COMPLETED
 
 ON_CPU = "cpu"
@@ -80,7 +81,7 @@ class SharedRun(BaseModel):
             raise ToolkitError(f"{path} is no run folder: it has no run.json", hint="the folder of `--output_dir`")
         run, digest = read_run(folder), _digest(folder)
         attestation = read_run_file(folder.attestation_json, RecordedAttestation)
-        rank = (attestation.ranks or (AttestedRank(),))[0]
+        rank = (attestation.ranks or (RankReading(),))[0]
         spec, figures = run.spec or {}, run.measured
         why = None
         if run.status != COMPLETED or figures is None:
@@ -112,7 +113,7 @@ class SharedRun(BaseModel):
             "load_in_4bit": bool(rank.load_in_4bit),
             "optim": spec.get("optim"),
             "compute_dtype": rank.compute_dtype,
-            "master_dtype": (rank.model_extra or {}).get("master_dtype"),
+            "master_dtype": rank.master_dtype,
             "versions": {name: version for name in LIBRARIES if (version := (run.versions or {}).get(name))},
             "verification_sha256": digest,
             "timed_steps": figures.timed_steps,
@@ -188,7 +189,7 @@ def _timed_seconds(folder: RunFolder, untimed: int) -> list[float]:
     return [max(each) for each in steps[untimed:] if each]
 
 
-def _gpu(run: RecordedRun, rank: AttestedRank) -> str:
+def _gpu(run: RecordedRun, rank: RankReading) -> str:
     names = {str(gpu.get("name")) for gpu in (run.hardware or {}).get("gpus") or ()}
     if not names or str(rank.device).startswith("cpu"):
         return ON_CPU
