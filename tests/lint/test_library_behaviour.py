@@ -79,6 +79,11 @@ SHOWN_BY_ANOTHER |= {"deepspeed-without-standard": "pdsh-by-default", "fsdp1-key
 FOUND_IN_SOURCE = {
     "jit-checkpoint": ("transformers", "trainer_jit_checkpoint.py", "self.is_checkpoint_requested = True"),
     "cp-needs-fsdp2": ("accelerate", "state.py", "Using `cp_size>1` requires FSDP2"),
+    "degrees-differ-from-processes": (
+        "accelerate",
+        "parallelism_config.py",
+        "total_size ({self.total_size}) does not match",
+    ),
     "checkpointing-twice": ("transformers", "trainer.py", "can't both be set to True"),
     "sharded-save-only-model": ("transformers", "trainer.py", "with FSDP state dict type 'SHARDED_STATE"),
     "save-only-model-best": ("transformers", "trainer.py", "`save_only_model` along with `load_best_model_at_end`"),

@@ -58,6 +58,8 @@ CASES = [
     Case("dotted-key", '{"zero_optimization": {"stage": 3,\n"reduce_bucket_size": 5},\n'
          '"zero_optimization.reduce_bucket_size": 5}', zero(3, reduce_bucket_size=5), 3, "ds.json"),
     Case("wrong-type", f"{DEEPSPEED}  deepspeed_config_file: 5\n", PAIR, 3),
+    Case("degrees-differ-from-processes", f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 8\n",
+         f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 4\n", 5),
     Case("wrong-type", f"{DEEPSPEED}  zero_stage: two\n", f'{DEEPSPEED}  zero_stage: "2"\n', 3),
     Case("wrong-type", "distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n",
          'distributed_type: MULTI_GPU\ngpu_ids: "0,1"\n', 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
@@ -103,6 +104,22 @@ def dp_replicate_alone(doc: Document) -> Iterator[Match]:
     if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
         fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
         yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
+
+
+@rule(ERROR, ACCELERATE, library="accelerate", fix="degrees whose product is num_processes")
+def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
+    """accelerate raises in every rank where the product of the parallel degrees is not the number of processes. Only
+    degrees of 1 throughout, and DeepSpeed's sequence parallelism, are not compared."""
+    processes = as_int(doc.get("num_processes"))
+    degrees = {name: parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+    product = math.prod(degrees.values())
+    if processes is None or fsdp_version(doc) != 2 or product < 2 or parallel_degree(doc, "sp") > 1:
+        return
+    if product != processes:
+        factors = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        largest = max(degrees, key=lambda name: degrees[name])
+        fix = f"degrees whose product is {processes}, or `num_processes: {product}`"
+        yield Match(parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
 
 
 @rule(
