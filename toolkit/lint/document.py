@@ -109,8 +109,9 @@ class Document:
 
     @property
     def is_complete(self) -> bool:
-        """False for a command line on which a variable may stand for more arguments."""
-        return self.call is None or self.call.is_complete
+        """False for a command line on which a variable, or a file, may stand for more arguments."""
+        first = self.call.words[0] if self.call and self.call.words else ""
+        return self.call is None or (self.call.is_complete and not first.endswith(SUFFIXES))
 
     def is_declared(self, name: str) -> bool:
         """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.

@@ -33,6 +33,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "has_json": lambda doc: doc.deepspeed_json is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
+    "program": lambda doc: doc.program,
     "is_trl": settings.is_trl,
     "is_grpo": settings.is_grpo,
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
