@@ -115,3 +115,13 @@ def test_the_job_files_of_toolkit_cluster_have_no_finding(
         code, _, errors = run_cluster([*words, "--", *training], capsys)
         assert code == 0, errors
         assert lint_paths([file]).findings == []
+
+
+def test_a_launcher_that_a_variable_names_is_read_where_the_variable_is_used() -> None:
+    script = read_script(
+        'RUN="accelerate launch --num_processes 4"\nARRAY=(torchrun --nnodes 2)\n'
+        'srun bash -c "$RUN train.py --bf16"\n"${ARRAY[@]}" other.py\necho "$RUN"\n'
+    )
+    calls = [(call.tool, call.line, call.script, list(call.arguments)) for call in script.launches]
+    assert calls == [("accelerate", 3, "train.py", ["bf16"]), ("torchrun", 4, "other.py", [])]
+    assert script.launches[0].options == {"num-processes": "4"} and "srun" in script.launches[0].before

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -166,22 +166,62 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             set_once = _variables(text) if set_once is None else set_once
             set_last = _variables(text[:start], last_counts=True)
             variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
-            around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
-            stop = next(
-                (each.end() - 1 for each in around if each.start() < found.start() and found.end() < each.end() - 1),
-                len(command),
-            )
-            inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
-            words = [
-                ("$@" if is_open and word.strip("${}") in options else word, at, is_open)
-                for word, at, is_open in itertools.islice(_words(inner, found.end(), variables), MAX_WORDS)
-            ]
-            yield replace(
+            words = _words_behind(command, found.end(), variables, options)
+            call = replace(
                 _read_call(
                     tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
                 ),
                 before=command[: found.start()],
             )
+            in_variable = call.script is None and (holder := _ASSIGNMENT.match(command)) and found.end() <= holder.end()
+            uses = list(_uses(text, commands, holder[2])) if in_variable and holder else []
+            yield from (
+                [call]
+                if not uses
+                else (
+                    replace(
+                        _read_call(
+                            tool,
+                            [
+                                *words,
+                                *(
+                                    (word, at + use[0] - start, is_open)
+                                    for word, at, is_open in _words_behind(
+                                        text[use[0] : use[1]], use[3], variables, options
+                                    )
+                                ),
+                            ],
+                            lambda at, base=start: first_line + text.count("\n", 0, base + at),
+                            use[0] + use[2] - start,
+                        ),
+                        before=text[use[0] : use[0] + use[2]],
+                    )
+                    for use in uses
+                )
+            )
+
+
+def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterator[tuple[int, int, int, int]]:
+    """Yield where a command is named by a variable: the command's span, and the variable's in it."""
+    for start, end in commands:
+        command = text[start:end]
+        for found in re.finditer(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", command):
+            before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
+            if not (before.lstrip().startswith("#") or _NOT_STARTED.search(before) or _NOT_STARTED.match(command)):
+                yield start, end, found.start(), found.end()
+
+
+def _words_behind(
+    command: str, end: int, variables: Mapping[str, str | None], options: Collection[str]
+) -> list[tuple[str, int, bool]]:
+    """Return the words behind a launcher, up to the end of the string that it is in."""
+    around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
+    stop = next((each.end() - 1 for each in around if each.start() < end < each.end() - 1), len(command))
+    inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
+    return [
+        ("$@" if is_open and word.strip("${}") in options else word, at, is_open)
+        for word, at, is_open in itertools.islice(_words(inner, end, variables), MAX_WORDS)
+    ]
 
 
 def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, start: int) -> LauncherCall:
