@@ -124,4 +124,5 @@ def test_a_launcher_that_a_variable_names_is_read_where_the_variable_is_used() -
     )
     calls = [(call.tool, call.line, call.script, list(call.arguments)) for call in script.launches]
     assert calls == [("accelerate", 3, "train.py", ["bf16"]), ("torchrun", 4, "other.py", [])]
-    assert script.launches[0].options == {"num-processes": "4"} and "srun" in script.launches[0].before
+    assert script.launches[0].options == {"num-processes": "4"}
+    assert "srun" in script.launches[0].before

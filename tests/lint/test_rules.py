@@ -279,6 +279,20 @@ CASES = [
     Case("offload-replaces-optimizer", "deepspeed: ds.json\noptim: adamw_bnb_8bit\n",
          "deepspeed: ds.json\noptim: adamw_torch\n", 2,
          deepspeed_json='{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'),
+    Case("two-engines", "accelerate launch --config_file ds.json --multi_gpu x.py\n",
+         "accelerate launch --config_file ds.json --use_fsdp x.py\n", 1, "run.sh",
+         deepspeed_json='{"distributed_type": "FSDP"}'),
+    Case("rank-of-file", "#SBATCH --nodes=2\nsrun accelerate launch --config_file ds.json x.py\n",
+         "#SBATCH --nodes=2\nsrun accelerate launch --config_file ds.json --machine_rank $R x.py\n", 2, "job.sbatch",
+         deepspeed_json='{"distributed_type": "MULTI_GPU", "num_machines": 2, "machine_rank": 0}'),
+    Case("sharded-save-only-model",
+         "accelerate launch --config_file ds.json x.py --bf16 --do_train --save_only_model\n",
+         "accelerate launch --config_file ds.json x.py --bf16 --do_train\n", 1, "run.sh",
+         deepspeed_json='{"distributed_type": "FSDP", "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}'),
+    Case("batch-arithmetic-of-pair", "torchrun --nproc-per-node 1 x.py --bf16 --do_train --deepspeed ds.json\n",
+         "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
+         deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'
+         ' "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'),
 ]  # fmt: skip
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]

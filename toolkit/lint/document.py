@@ -211,10 +211,7 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
         source, is_trainer=bool(data.keys() & TRAINER_EVIDENCE)
     )
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
-    config = find_named(call.options.get("config-file") or "", document.path)
-    launch_config = None
-    if config is not None and config.suffix in (".yaml", ".yml"):
-        launch_config = with_named_files(_read_file(config))
+    launch_config = accelerate_file(document, call)
     if not data or not (is_trainer or launch_config):
         return None
     places = {
@@ -236,6 +233,12 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     if launch_config is None or launch_config.kind != ACCELERATE:
         return part
     return replace(part, launch_config=replace(launch_config, named_by=part))
+
+
+def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
+    """Return accelerate's configuration that a launch in a script names, where it is here."""
+    config = find_named(call.options.get("config-file") or "", document.path)
+    return with_named_files(_read_file(config)) if config and config.suffix in SUFFIXES else None
 
 
 @functools.cache

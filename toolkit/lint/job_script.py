@@ -153,6 +153,10 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
+
+    def line_at(at: int) -> int:
+        return first_line + text.count("\n", 0, at)
+
     set_once: Mapping[str, str | None] | None = None
     options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:
@@ -166,61 +170,38 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             set_once = _variables(text) if set_once is None else set_once
             set_last = _variables(text[:start], last_counts=True)
             variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
-            words = _words_behind(command, found.end(), variables, options)
-            call = replace(
-                _read_call(
-                    tool, words, lambda at, base=start: first_line + text.count("\n", 0, base + at), found.start()
-                ),
-                before=command[: found.start()],
-            )
-            in_variable = call.script is None and (holder := _ASSIGNMENT.match(command)) and found.end() <= holder.end()
-            uses = list(_uses(text, commands, holder[2])) if in_variable and holder else []
-            yield from (
-                [call]
-                if not uses
-                else (
-                    replace(
-                        _read_call(
-                            tool,
-                            [
-                                *words,
-                                *(
-                                    (word, at + use[0] - start, is_open)
-                                    for word, at, is_open in _words_behind(
-                                        text[use[0] : use[1]], use[3], variables, options
-                                    )
-                                ),
-                            ],
-                            lambda at, base=start: first_line + text.count("\n", 0, base + at),
-                            use[0] + use[2] - start,
-                        ),
-                        before=text[use[0] : use[0] + use[2]],
-                    )
-                    for use in uses
-                )
-            )
+            words = _words_behind(text, (start, end), start + found.end(), variables, options)
+            call = _read_call(tool, words, line_at, start + found.start())
+            holder = _ASSIGNMENT.match(command) if call.script is None else None
+            uses = list(_uses(text, commands, holder[2])) if holder and found.end() <= holder.end() else []
+            for base, stop, used, after in uses:
+                more = _words_behind(text, (base, stop), after, variables, options)
+                yield replace(_read_call(tool, [*words, *more], line_at, used), before=text[base:used])
+            if not uses:
+                yield replace(call, before=command[: found.start()])
 
 
 def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where a command is named by a variable: the command's span, and the variable's in it."""
+    """Yield where a variable with a launcher in it is used: the span of the command, and that of the variable."""
     for start, end in commands:
         command = text[start:end]
         for found in re.finditer(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", command):
             before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
             if not (before.lstrip().startswith("#") or _NOT_STARTED.search(before) or _NOT_STARTED.match(command)):
-                yield start, end, found.start(), found.end()
+                yield start, end, start + found.start(), start + found.end()
 
 
 def _words_behind(
-    command: str, end: int, variables: Mapping[str, str | None], options: Collection[str]
+    text: str, span: tuple[int, int], at: int, variables: Mapping[str, str | None], options: Collection[str]
 ) -> list[tuple[str, int, bool]]:
-    """Return the words behind a launcher, up to the end of the string that it is in."""
+    """Return the words from an offset to the end of its command, or of the string that it is in."""
+    command, start = text[slice(*span)], span[0]
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
-    stop = next((each.end() - 1 for each in around if each.start() < end < each.end() - 1), len(command))
+    stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
     inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
     return [
-        ("$@" if is_open and word.strip("${}") in options else word, at, is_open)
-        for word, at, is_open in itertools.islice(_words(inner, end, variables), MAX_WORDS)
+        ("$@" if is_open and word.strip("${}") in options else word, start + offset, is_open)
+        for word, offset, is_open in itertools.islice(_words(inner, at - start, variables), MAX_WORDS)
     ]
 
 

@@ -111,7 +111,8 @@ ACCELERATE_BLOCKS = _blocks(
             or_null(BLOCK): "deepspeed_config dynamo_config fsdp_config parallelism_config",
             or_null(COUNT): "machine_rank main_process_port num_machines num_processes",
             or_null(SWITCH): "debug enable_cpu_affinity same_network use_cpu",
-            or_null(TEXT): "gpu_ids main_process_ip main_training_function rdzv_backend",
+            or_null(TEXT): "gpu_ids main_training_function rdzv_backend",
+            or_null(either(TEXT, COUNT)): "main_process_ip",  # 0 is the node itself
             # `accelerate config` writes the rest for every engine, empty or off; `'no'` is off.
             or_null(either(SWITCH, TEXT)): "downcast_bf16",
             NOTHING: "command_file commands fp8_config megatron_lm_config mpirun_config tpu_env tpu_name"

@@ -16,6 +16,7 @@ from toolkit.lint.rules.settings import (
     as_int,
     is_deepspeed,
     offload_device,
+    processes_of,
     shorten,
     stage3_key,
     trainer_of,
@@ -236,17 +237,18 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     yield Match("mixed_precision", message, fix, remove=in_json == precision)
 
 
-@rule(ERROR, ACCELERATE, library="deepspeed", fix='"auto" in the JSON')
+@rule(ERROR, ACCELERATE, TRAINER, library="deepspeed", fix='"auto" in the JSON')
 def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
     and these numbers differ."""
-    json, processes = doc.deepspeed_json, as_int(doc.get("num_processes"))
+    json, processes = doc.deepspeed_json, as_int(doc.get("num_processes")) or processes_of(doc)
     if json is None or not processes or json.has("sequence_parallel_size") or json.has("tensor_parallel"):
         return  # fewer batches than processes
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
     if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
         fix = '`"auto"` for all three in the JSON'
-        yield Match("num_processes", f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
+        key = "num_processes" if doc.kind == ACCELERATE else "deepspeed"
+        yield Match(key, f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON', for_every_program=True)

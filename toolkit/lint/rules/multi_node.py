@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, Document
+from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import JobScript, LauncherCall
+from toolkit.lint.rules.settings import as_enum, as_int, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 LOCAL = r"localhost|127\.0\.0\.1"
+THIS_NODE = re.compile(rf"{LOCAL}|0(?:\.0\.0\.0)?|\[?::1?\]?")
 
 
 def calls(doc: Document, *tools: str) -> Iterator[LauncherCall]:
@@ -66,14 +69,21 @@ def master(call: LauncherCall) -> str | None:
 
 @rule(
     WARNING,
+    ACCELERATE,
     *SCRIPTS,
     library="torch",
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
-    """Where the head's name is not found, every node takes itself for the head: it waits for the others until it times
-    out, or trains alone."""
+    """Where the head's address is local (`localhost`, or 0), or its name is not found, every node takes itself for the
+    head: it waits for the others until it times out, or trains alone."""
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
+    address = str(doc.get("main_process_ip"))
+    if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
+        yield Match("main_process_ip", f"{address} is each node itself", "the first node's address")
+    for call, name in [(call, master(call) or "") for call in several(doc)]:
+        if THIS_NODE.fullmatch(re.sub(r":\w*$", "", call.options.get(name) or "")):
+            yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
         yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line)
@@ -116,6 +126,31 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
             message = "every node has rank 0"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="accelerate", fix="--machine_rank, expanded on each node")
+def rank_of_file(doc: Document) -> Iterator[Match]:
+    """Each node that reads the same file takes its `machine_rank`: all are rank 0, and wait for the others."""
+    is_unsaid = (doc.script.nodes or 1) > 1 and not doc.script.mentions("machine_rank")
+    for call in calls(doc, "accelerate") if is_unsaid else ():
+        file = accelerate_file(doc, call) if is_static(call) and "srun" in call.before else None
+        machines = as_int(call.options.get("num-machines") or file.get("num_machines")) if file else None
+        if file and (machines or 1) > 1 and as_enum(file.get("distributed_type")) != "DEEPSPEED":
+            message = f"every node has rank {file.get('machine_rank', 0)}, as {Path(file.path).name} says"
+            yield Match("--machine_rank", message, "`--machine_rank`, expanded on each node", line=call.line)
+
+
+@rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
+def node_rank_unset(doc: Document) -> Iterator[Match]:
+    """LLaMA-Factory and ms-swift give torchrun the rank that `NODE_RANK` has, or none: then every node has rank 0. They
+    do not look at `RANK`, which is an error."""
+    several_nodes = doc.script.mentions(r"\bNNODES=[\"']?(?:[2-9]|[1-9][0-9])")
+    is_told = not several_nodes or doc.script.mentions("NODE_RANK|RDZV_ID")
+    for call in calls(doc, "llamafactory-cli", "swift") if not is_told else ():
+        other = next(doc.script.find(r"(?<![A-Z_])RANK="), None)
+        message = "RANK is not read: every node has rank 0" if other else "every node has rank 0, unless it is exported"
+        line, level = (other[1], ERROR) if other else (call.line, None)
+        yield Match("NODE_RANK", message, "`NODE_RANK`, another on each node", line=line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")
@@ -171,6 +206,7 @@ TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
+LAST_PORT = 65535
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -223,6 +259,16 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     if count.isdigit() and int(count) > 1 and not own:
         message = f"srun starts {script.launches[0].tool} {count} times on each node"
         yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
+
+
+@rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")
+def no_such_port(doc: Document) -> Iterator[Match]:
+    """Ports end at 65535: the launcher raises (`OverflowError`, or torch's message about the rendezvous endpoint)."""
+    named = [("main_process_port", doc.get("main_process_port"), None)]
+    named += [(f"--{name}", call.options.get(name), call.line) for call in doc.script.launches for name in PORT_OPTIONS]
+    for key, value, line in named:
+        if (as_int(str(value).rpartition(":")[2]) or 0) > LAST_PORT:
+            yield Match(key, f"{shorten(value)} is no port", f"at most {LAST_PORT}", line=line)
 
 
 @rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")

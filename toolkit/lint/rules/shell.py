@@ -6,17 +6,19 @@ import re
 from collections.abc import Iterator
 
 from toolkit.errors import nearest
-from toolkit.lint.document import SCRIPTS, Document
+from toolkit.lint.document import SCRIPTS, Document, accelerate_file
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
+from toolkit.lint.rules.settings import as_enum
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
 ASSIGNED = re.compile(
-    r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)[ \t]*;?[ \t]*)+)(?:#.*)?$", re.M
+    r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
+ENGINE_FLAGS = {"multi-gpu": "MULTI_GPU", "use-fsdp": "FSDP", "use-deepspeed": "DEEPSPEED"}
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -83,7 +85,8 @@ def not_exported(doc: Document) -> Iterator[Match]:
                 continue
             reported.add(name)
             fix = f"`export {name}=...`, or in front of the launcher on its line"
-            yield Match(name, f"{name} is assigned, and not exported", fix, line=script.line_at(found.start(1)))
+            line = script.line_at(found.start(1) + place.start())
+            yield Match(name, f"{name} is assigned, and not exported", fix, line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
@@ -108,6 +111,32 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
         if call.tool not in PROGRAMS and call.script and (call.script.lower() in NOT_A_SCRIPT or call.script.isdigit()):
             message = f"{call.tool} takes {call.script} for the script"
             yield Match(call.tool, message, "the option without a value", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
+def two_engines(doc: Document) -> Iterator[Match]:
+    """A flag for one engine (`--multi_gpu`, `--use_fsdp`, `--use_deepspeed`) turns that of the YAML off: with
+    `--multi_gpu` each GPU holds the whole model. `accelerate launch` refuses two such flags."""
+    for call in doc.script.launches:
+        flags = [name for name in ENGINE_FLAGS if name in call.options] if call.tool == "accelerate" else []
+        named = accelerate_file(doc, call) if flags else None
+        engine = as_enum(named.get("distributed_type")) if named else ""
+        asked = [ENGINE_FLAGS[name] for name in flags]
+        if len(flags) > 1 or (engine in ENGINE_FLAGS.values() and engine not in ("MULTI_GPU", *asked)):
+            runs = f"{engine} of the file is off: the run is {asked[0]}"
+            message = runs if len(flags) == 1 else f"refused together with --{flags[1].replace('-', '_')}"
+            yield Match(f"--{flags[0].replace('-', '_')}", message, "one engine", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
+def one_process_for_gpus(doc: Document) -> Iterator[Match]:
+    """Without `NPROC_PER_NODE` ms-swift starts one process, which spreads the model over all GPUs (`device_map`), and
+    refuses DeepSpeed."""
+    found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?[0-9]+,[0-9]"), None)
+    for call in doc.script.launches if found and not doc.script.mentions("NPROC_PER_NODE|NNODES") else ():
+        if call.tool == "swift" and call.arguments.get("deepspeed", (None, 0))[0]:
+            line = call.arguments["deepspeed"][1]
+            yield Match("--deepspeed", "refused: one process has several GPUs", "`NPROC_PER_NODE`", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")

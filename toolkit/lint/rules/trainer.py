@@ -19,6 +19,7 @@ from toolkit.lint.rules.settings import (
     is_grpo,
     is_template,
     is_trl,
+    processes_of,
     shorten,
     uses_fsdp,
 )
@@ -98,7 +99,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     elif group and per_gpu and accumulation and doc.is_complete and batch is None and not doc.has("config"):
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
-        processes = _processes(doc)
+        processes = processes_of(doc)
         if needs > 1 and (processes is None or processes % needs):
             start = f"{per_gpu} x {every or accumulation} completions on a process are not full groups of {group}"
             count = f"{processes} processes are refused" if processes else f"it needs {needs} processes, or a multiple"
@@ -111,16 +112,6 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
         yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
-
-
-def _processes(doc: Document) -> int | None:
-    """Return the number of processes that a launcher starts, where its options or its YAML say it."""
-    options = doc.call.options if doc.call else {}
-    if doc.call is not None and doc.call.tool == "torchrun":
-        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
-        return math.prod(map(int, filter(None, counts))) if all(counts) else None
-    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
-    return as_int(options.get("num-processes") or in_yaml)
 
 
 @rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
