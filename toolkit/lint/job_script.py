@@ -171,14 +171,13 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             set_last = _variables(text[:start], last_counts=True)
             variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
             words = _words_behind(text, (start, end), start + found.end(), variables, options)
-            call = _read_call(tool, words, line_at, start + found.start())
+            call = replace(_read_call(tool, words, line_at, start + found.start()), before=command[: found.start()])
             holder = _ASSIGNMENT.match(command) if call.script is None else None
             uses = list(_uses(text, commands, holder[2])) if holder and found.end() <= holder.end() else []
             for base, stop, used, after in uses:
                 more = _words_behind(text, (base, stop), after, variables, options)
                 yield replace(_read_call(tool, [*words, *more], line_at, used), before=text[base:used])
-            if not uses:
-                yield replace(call, before=command[: found.start()])
+            yield from () if uses else (call,)
 
 
 def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterator[tuple[int, int, int, int]]:

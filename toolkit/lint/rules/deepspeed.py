@@ -16,12 +16,12 @@ from toolkit.lint.rules.settings import (
     as_int,
     is_deepspeed,
     offload_device,
-    processes_of,
     shorten,
     stage3_key,
     trainer_of,
     zero_stage,
 )
+from toolkit.lint.rules.trainer import processes_of
 from toolkit.presets.method_rules import survives_offload
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.

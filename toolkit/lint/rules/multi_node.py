@@ -13,7 +13,7 @@ from toolkit.lint.rules.settings import as_enum, as_int, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 LOCAL = r"localhost|127\.0\.0\.1"
-THIS_NODE = re.compile(rf"{LOCAL}|0(?:\.0\.0\.0)?|\[?::1?\]?")
+THIS_NODE = re.compile(rf"{LOCAL}|'\$\(hostname[^)]*\)|0(?:\.0\.0\.0)?|\[?::1?\]?")
 
 
 def calls(doc: Document, *tools: str) -> Iterator[LauncherCall]:
@@ -82,7 +82,9 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
         yield Match("main_process_ip", f"{address} is each node itself", "the first node's address")
     for call, name in [(call, master(call) or "") for call in several(doc)]:
-        if THIS_NODE.fullmatch(re.sub(r":\w*$", "", call.options.get(name) or "")):
+        quote = "'" * (call.before.count("'") % 2)  # in single quotes, which each node expands for itself
+        address = re.sub(r":[\w$]*$", "", call.options.get(name) or "")
+        if THIS_NODE.fullmatch(quote * address.startswith("$") + address):
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
@@ -142,8 +144,7 @@ def rank_of_file(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
 def node_rank_unset(doc: Document) -> Iterator[Match]:
-    """LLaMA-Factory and ms-swift give torchrun the rank that `NODE_RANK` has, or none: then every node has rank 0. They
-    do not look at `RANK`, which is an error."""
+    """LLaMA-Factory and ms-swift pass `NODE_RANK` on to torchrun, and do not look at `RANK` (an error)."""
     several_nodes = doc.script.mentions(r"\bNNODES=[\"']?(?:[2-9]|[1-9][0-9])")
     is_told = not several_nodes or doc.script.mentions("NODE_RANK|RDZV_ID")
     for call in calls(doc, "llamafactory-cli", "swift") if not is_told else ():
@@ -264,7 +265,7 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
 @rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")
 def no_such_port(doc: Document) -> Iterator[Match]:
     """Ports end at 65535: the launcher raises (`OverflowError`, or torch's message about the rendezvous endpoint)."""
-    named = [("main_process_port", doc.get("main_process_port"), None)]
+    named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
     named += [(f"--{name}", call.options.get(name), call.line) for call in doc.script.launches for name in PORT_OPTIONS]
     for key, value, line in named:
         if (as_int(str(value).rpartition(":")[2]) or 0) > LAST_PORT:

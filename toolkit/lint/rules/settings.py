@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -129,16 +128,6 @@ def is_grpo(doc: Document) -> bool:
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
     has_key = doc.data.keys() & {"num_generations", "max_completion_length"}
     return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
-
-
-def processes_of(doc: Document) -> int | None:
-    """Return the number of processes that a launcher starts, where its options or its YAML say it."""
-    options = doc.call.options if doc.call else {}
-    if doc.call is not None and doc.call.tool == "torchrun":
-        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
-        return math.prod(map(int, filter(None, counts))) if all(counts) else None
-    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
-    return as_int(options.get("num-processes") or in_yaml)
 
 
 # -- DeepSpeed's configuration

@@ -115,8 +115,7 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
 def two_engines(doc: Document) -> Iterator[Match]:
-    """A flag for one engine (`--multi_gpu`, `--use_fsdp`, `--use_deepspeed`) turns that of the YAML off: with
-    `--multi_gpu` each GPU holds the whole model. `accelerate launch` refuses two such flags."""
+    """A flag for one engine (`--multi_gpu`) turns that of the YAML off. `accelerate launch` refuses two such flags."""
     for call in doc.script.launches:
         flags = [name for name in ENGINE_FLAGS if name in call.options] if call.tool == "accelerate" else []
         named = accelerate_file(doc, call) if flags else None
@@ -130,8 +129,7 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process, which spreads the model over all GPUs (`device_map`), and
-    refuses DeepSpeed."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed then."""
     found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?[0-9]+,[0-9]"), None)
     for call in doc.script.launches if found and not doc.script.mentions("NPROC_PER_NODE|NNODES") else ():
         if call.tool == "swift" and call.arguments.get("deepspeed", (None, 0))[0]:

@@ -19,7 +19,6 @@ from toolkit.lint.rules.settings import (
     is_grpo,
     is_template,
     is_trl,
-    processes_of,
     shorten,
     uses_fsdp,
 )
@@ -112,6 +111,16 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
         yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
+
+
+def processes_of(doc: Document) -> int | None:
+    """Return the number of processes that a launcher starts, where its options or its YAML say it."""
+    options = doc.call.options if doc.call else {}
+    if doc.call is not None and doc.call.tool == "torchrun":
+        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
+        return math.prod(map(int, filter(None, counts))) if all(counts) else None
+    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
+    return as_int(options.get("num-processes") or in_yaml)
 
 
 @rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
