@@ -129,7 +129,7 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("head-is-localhost", "distributed_type: MULTI_GPU\nnum_machines: 2\nmain_process_ip: 0\n",
      "distributed_type: MULTI_GPU\nnum_machines: 1\nmain_process_ip: 0\n", 3, "mine.yaml"),
     ("head-is-localhost", "torchrun --nnodes 2 --node-rank 1 --master-addr localhost train.py\n",
-     "torchrun --nnodes 1 --node-rank 0 --master-addr localhost train.py\n", 1, "run.sh"),
+     "torchrun --nnodes 2 --node-rank 0 --master-addr localhost train.py\n", 1, "run.sh"),
     ("head-is-localhost", "srun bash -c 'torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $(hostname):1 x.py'\n",
      'srun bash -c "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $(hostname):1 x.py"\n', 1, "run.sh"),
     ("no-such-port", "accelerate launch --main_process_port 69420 x.py\n",

@@ -185,8 +185,7 @@ def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterat
     for start, end in commands:
         command = text[start:end]
         for found in re.finditer(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", command):
-            before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
-            if not (before.lstrip().startswith("#") or _NOT_STARTED.search(before) or _NOT_STARTED.match(command)):
+            if not (_in_comment(command, found.start()) or _NOT_STARTED.match(command)):
                 yield start, end, start + found.start(), start + found.end()
 
 

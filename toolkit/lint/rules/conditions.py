@@ -21,9 +21,10 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "fsdp_version": settings.fsdp_version,
     "uses_fsdp": settings.uses_fsdp,
     "is_state_dict_refused": lambda doc: any(
-        rejects_save_only_model(as_enum(settings.fsdp_setting(each, "state_dict_type")))
+        each
+        and (settings.uses_fsdp(each) or settings.fsdp_version(each))
+        and rejects_save_only_model(as_enum(settings.fsdp_setting(each, "state_dict_type")))
         for each in (doc, doc.launch_config)
-        if each is not None and (settings.uses_fsdp(doc) if each is doc else settings.fsdp_version(each))
     ),
     "is_sharded": lambda doc: settings.uses_fsdp(doc) or bool(doc.get("deepspeed")),
     "is_deepspeed": settings.is_deepspeed,

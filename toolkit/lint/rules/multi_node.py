@@ -80,11 +80,13 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
-        yield Match("main_process_ip", f"{address} is each node itself", "the first node's address")
-    for call, name in [(call, master(call) or "") for call in several(doc)]:
-        quote = "'" * (call.before.count("'") % 2)  # in single quotes, which each node expands for itself
+        level = NOTE if doc.get("machine_rank") == 0 else None  # of the head itself, where each node has its file
+        yield Match("main_process_ip", f"{address} is each node itself", "the first node's address", level=level)
+    for call in several(doc):
+        name, quote = master(call) or "", "'" * (call.before.count("'") % 2)  # in which each node expands for itself
         address = re.sub(r":[\w$]*$", "", call.options.get(name) or "")
-        if THIS_NODE.fullmatch(quote * address.startswith("$") + address):
+        is_head = "0" in map(call.options.get, ("node-rank", "machine-rank"))
+        if THIS_NODE.fullmatch(quote * address.startswith("$") + address) and not is_head:
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
@@ -145,13 +147,13 @@ def rank_of_file(doc: Document) -> Iterator[Match]:
 @rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
 def node_rank_unset(doc: Document) -> Iterator[Match]:
     """LLaMA-Factory and ms-swift pass `NODE_RANK` on to torchrun, and do not look at `RANK` (an error)."""
-    several_nodes = doc.script.mentions(r"\bNNODES=[\"']?(?:[2-9]|[1-9][0-9])")
-    is_told = not several_nodes or doc.script.mentions("NODE_RANK|RDZV_ID")
-    for call in calls(doc, "llamafactory-cli", "swift") if not is_told else ():
+    is_unsaid = doc.script.mentions(r"\bNNODES=[\"']?(?!1\b)[1-9]") and not doc.script.mentions("NODE_RANK|RDZV_ID")
+    for call in calls(doc, "llamafactory-cli", "swift") if is_unsaid else ():
         other = next(doc.script.find(r"(?<![A-Z_])RANK="), None)
-        message = "RANK is not read: every node has rank 0" if other else "every node has rank 0, unless it is exported"
-        line, level = (other[1], ERROR) if other else (call.line, None)
-        yield Match("NODE_RANK", message, "`NODE_RANK`, another on each node", line=line, level=level)
+        line, level, why = (
+            (other[1], ERROR, "RANK is not read") if other else (call.line, None, "unless it is exported")
+        )
+        yield Match("NODE_RANK", f"every node has rank 0: {why}", "another on each node", line=line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")

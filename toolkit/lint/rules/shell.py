@@ -129,12 +129,12 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed then."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
     found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?[0-9]+,[0-9]"), None)
     for call in doc.script.launches if found and not doc.script.mentions("NPROC_PER_NODE|NNODES") else ():
-        if call.tool == "swift" and call.arguments.get("deepspeed", (None, 0))[0]:
-            line = call.arguments["deepspeed"][1]
-            yield Match("--deepspeed", "refused: one process has several GPUs", "`NPROC_PER_NODE`", line=line)
+        needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
+        if call.tool == "swift" and str(needs[0]).lower() != "false":
+            yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
