@@ -175,8 +175,8 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             holder = _ASSIGNMENT.match(command) if call.script is None else None
             uses = list(_uses(text, commands, holder[2])) if holder and found.end() <= holder.end() else []
             for base, stop, used, after in uses:
-                more = _words_behind(text, (base, stop), after, variables, options)
-                yield replace(_read_call(tool, [*words, *more], line_at, used), before=text[base:used])
+                words_there = [*words, *_words_behind(text, (base, stop), after, variables, options)]
+                yield replace(_read_call(tool, words_there, line_at, used), before=text[base:used])
             yield from () if uses else (call,)
 
 

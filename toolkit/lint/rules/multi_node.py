@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -140,7 +139,7 @@ def rank_of_file(doc: Document) -> Iterator[Match]:
         file = accelerate_file(doc, call) if is_static(call) and "srun" in call.before else None
         machines = as_int(call.options.get("num-machines") or file.get("num_machines")) if file else None
         if file and (machines or 1) > 1 and as_enum(file.get("distributed_type")) != "DEEPSPEED":
-            message = f"every node has rank {file.get('machine_rank', 0)}, as {Path(file.path).name} says"
+            message = f"every node has the rank in {call.options['config-file']}"
             yield Match("--machine_rank", message, "`--machine_rank`, expanded on each node", line=call.line)
 
 
@@ -150,9 +149,7 @@ def node_rank_unset(doc: Document) -> Iterator[Match]:
     is_unsaid = doc.script.mentions(r"\bNNODES=[\"']?(?!1\b)[1-9]") and not doc.script.mentions("NODE_RANK|RDZV_ID")
     for call in calls(doc, "llamafactory-cli", "swift") if is_unsaid else ():
         other = next(doc.script.find(r"(?<![A-Z_])RANK="), None)
-        line, level, why = (
-            (other[1], ERROR, "RANK is not read") if other else (call.line, None, "unless it is exported")
-        )
+        line, level, why = (other[1], ERROR, "RANK is not read") if other else (call.line, None, "unless exported")
         yield Match("NODE_RANK", f"every node has rank 0: {why}", "another on each node", line=line, level=level)
 
 
@@ -209,7 +206,6 @@ TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
-LAST_PORT = 65535
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -270,8 +266,8 @@ def no_such_port(doc: Document) -> Iterator[Match]:
     named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
     named += [(f"--{name}", call.options.get(name), call.line) for call in doc.script.launches for name in PORT_OPTIONS]
     for key, value, line in named:
-        if (as_int(str(value).rpartition(":")[2]) or 0) > LAST_PORT:
-            yield Match(key, f"{shorten(value)} is no port", f"at most {LAST_PORT}", line=line)
+        if (as_int(str(value).rpartition(":")[2]) or 0) > 65535:
+            yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
 
 
 @rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")

@@ -84,8 +84,10 @@ def not_exported(doc: Document) -> Iterator[Match]:
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
             reported.add(name)
-            fix = f"`export {name}=...`, or in front of the launcher on its line"
-            line = script.line_at(found.start(1) + place.start())
+            fix, line = (
+                f"`export {name}=...`, or in front of the launcher",
+                script.line_at(found.start(1) + place.start()),
+            )
             yield Match(name, f"{name} is assigned, and not exported", fix, line=line)
 
 
@@ -120,9 +122,9 @@ def two_engines(doc: Document) -> Iterator[Match]:
         flags = [name for name in ENGINE_FLAGS if name in call.options] if call.tool == "accelerate" else []
         named = accelerate_file(doc, call) if flags else None
         engine = as_enum(named.get("distributed_type")) if named else ""
-        asked = [ENGINE_FLAGS[name] for name in flags]
-        if len(flags) > 1 or (engine in ENGINE_FLAGS.values() and engine not in ("MULTI_GPU", *asked)):
-            runs = f"{engine} of the file is off: the run is {asked[0]}"
+        is_other = engine in ("FSDP", "DEEPSPEED") and flags and engine != ENGINE_FLAGS[flags[0]]
+        if len(flags) > 1 or is_other:
+            runs = f"{engine} of the file is off: the run is {ENGINE_FLAGS[flags[0]]}"
             message = runs if len(flags) == 1 else f"refused together with --{flags[1].replace('-', '_')}"
             yield Match(f"--{flags[0].replace('-', '_')}", message, "one engine", line=call.line)
 
