@@ -84,11 +84,8 @@ def not_exported(doc: Document) -> Iterator[Match]:
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
             reported.add(name)
-            fix, line = (
-                f"`export {name}=...`, or in front of the launcher",
-                script.line_at(found.start(1) + place.start()),
-            )
-            yield Match(name, f"{name} is assigned, and not exported", fix, line=line)
+            fix, at = f"`export {name}=...`, or in front of the launcher on its line", found.start(1) + place.start()
+            yield Match(name, f"{name} is assigned, and not exported", fix, line=script.line_at(at))
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
