@@ -363,7 +363,7 @@ def arguments(**more: Any) -> Job:
 @pytest.mark.parametrize(
     ("gpus", "preset", "optim", "said"),
     [
-        ([H100], "zero2", "galore_adamw", "not planned: --optim galore_adamw is not planned"),
+        ([H100], "zero2", "galore_adamw", "modules of `optim_target_modules`"),
         ([H100, "A100"], "zero2", "sgd", "not planned: the GPUs of this node are A100, NVIDIA H100 80GB HBM3"),
         ([], "zero2", "sgd", "not planned: the GPUs of this node are not known to nvidia-smi"),
         ([H100, H100], "ddp", "adamw_torch_fused", "): does not fit"),
