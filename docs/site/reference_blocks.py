@@ -43,7 +43,7 @@ from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.reading import RankReading
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
-from toolkit.units import GIB, counted
+from toolkit.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
@@ -184,15 +184,6 @@ def _optimizer_texts(optim: str) -> tuple[str, str]:
     return presets, f"{share:.3g} bytes, `{spec.class_name}`, {states}"
 
 
-def lint_index() -> str:
-    """Return links to the rules of each level."""
-    names = {level: [rule.name for rule in RULES if rule.level == level] for level in ("error", "warning", "note")}
-    return "\n\n".join(
-        f"**{counted(len(found), level)}**: {', '.join(f'[{name}](#{name})' for name in sorted(found))}"
-        for level, found in names.items()
-    )
-
-
 def lint_rules() -> str:
     """Return a section per lint rule, whose heading is the rule's name: findings link there."""
     return "\n\n".join(map(_lint_rule, sorted(RULES, key=lambda rule: rule.name)))
@@ -200,9 +191,8 @@ def lint_rules() -> str:
 
 def _lint_rule(rule: LintRule) -> str:
     kinds = ", ".join(FILE_KINDS.get(kind, kind) for kind in rule.kinds)
-    checked = rule.checked_against + (f", from {rule.removed_in}" if rule.removed_in else "")
-    what = f"*{rule.level}* in {kinds}; checked with {checked}."
-    return "\n\n".join([f"### {rule.name}", what, rule.description, f"Write instead: {rule.fix}"])
+    since = f" (from {rule.checked_against.split()[0]} {rule.removed_in})" if rule.removed_in else ""
+    return f"### {rule.name}\n\n*{rule.level}*, {kinds}{since}. {rule.description}\n\n*Instead*: {rule.fix}"
 
 
 def doctor_table() -> str:
@@ -517,7 +507,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "presets": preset_table,
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,
-    "lint_index": lint_index,
     "doctor_checks": doctor_table,
     "characteristics": characteristics_table,
     "refusals": refusals_table,
