@@ -262,3 +262,33 @@ def test_a_parser_that_a_script_only_imports_reads_nothing(parser: str, keys: li
     command = "deepspeed train.py --output_dir out --bf16 --save_total_limit 1 --deepspeed ds.json\n"
     findings = lint(tmp_path, a__sh=command)
     assert [each.key for each in findings if each.rule == "not-auto" and each.level == "warning"] == keys
+
+
+@pytest.mark.parametrize("folder", ["", "/home/author/project/"])
+@pytest.mark.parametrize(("module", "keys"), [("parameters", []), ("of_another_script", ["warmup_ratio", "own_rows"])])
+def test_an_argument_of_a_module_that_the_script_imports_is_its_own(
+    folder: str, module: str, keys: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "src").mkdir()
+    fields = "    warmup_ratio: float = 0.1\n    own_rows: int = 1\n"
+    (tmp_path / f"src/{module}.py").write_text(f"@dataclass\nclass Mine(GRPOConfig):\n{fields}")
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/train.py").write_text("from src.parameters import Mine\nparser = HfArgumentParser((Mine,))\n")
+    arguments = "--model_name_or_path a/b --dataset_name c/d --output_dir out --beta 0.1 --bf16"
+    command = f"torchrun {folder}jobs/train.py {arguments}"
+    findings = lint(tmp_path, a__sh=f"{command} --own_rows 2 --warmup_ratio 0.1\n")
+    assert [each.key for each in findings if each.key in ("warmup_ratio", "own_rows")] == keys
+
+
+@pytest.mark.parametrize(
+    ("flag", "blocks"), [("", ["deepspeed_config"]), ("--use_deepspeed", ["fsdp_config"]), ("--use_fsdp", [])]
+)
+def test_the_engine_that_a_command_names_wins_over_its_file(flag: str, blocks: list[str], tmp_path: Path) -> None:
+    engine = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+    if flag == "--use_fsdp":
+        engine = engine.replace("type: FSDP", "type: MULTI_GPU")
+    deepspeed = "" if flag == "--use_fsdp" else "deepspeed_config:\n  zero_stage: 2\n"
+    config = f"compute_environment: LOCAL_MACHINE\n{engine}{deepspeed}"
+    findings = lint(tmp_path, a__sh=f"accelerate launch --config_file a.yaml {flag} train.py --lr 1\n", a__yaml=config)
+    assert [each.key for each in findings if each.rule == "block-not-in-force"] == blocks

@@ -33,7 +33,15 @@ from toolkit.files.documents import (
 )
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
-from toolkit.lint.named_files import MAX_PATH_LENGTH, declares, find_named, project_source, reader_in, source_of
+from toolkit.lint.named_files import (
+    MAX_PATH_LENGTH,
+    declares,
+    find_named,
+    imported_source,
+    project_source,
+    reader_in,
+    source_of,
+)
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
@@ -41,6 +49,8 @@ ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", 
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
+
+ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
 
 _ABSENT = object()
 
@@ -124,7 +134,8 @@ class Document:
         folder = Path(self.path).absolute().parent
         if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
             return declares(project_source(folder), name)
-        return declares(self.source, name) or declares(project_source(folder, "training_args.py"), name)  # a fork's
+        of_a_fork = project_source(folder, "training_args.py")
+        return any(declares(each, name) for each in (self.source, of_a_fork, imported_source(self.source, folder)))
 
     @property
     def has_trl_parser(self) -> bool:
@@ -232,7 +243,9 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     )
     if launch_config is None or launch_config.kind != ACCELERATE:
         return part
-    return replace(part, launch_config=replace(launch_config, named_by=part))
+    engine = next((ENGINE_FLAGS[name] for name in ENGINE_FLAGS if name in call.options), None)
+    chosen = {"distributed_type": engine} if engine else {}  # the flag wins over the file
+    return replace(part, launch_config=replace(launch_config, named_by=part, data={**launch_config.data, **chosen}))
 
 
 def accelerate_file(document: Document, call: LauncherCall) -> Document | None:

@@ -41,7 +41,9 @@ def source_of(script: str, path: str) -> str:
     """Return the text of a script and of the Python files beside it; empty where it is not here."""
     name = re.sub(r"^\$\{?\w+\}?/", "", script)
     name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
-    in_project = (each for each in project_files(Path(path).absolute().parent) if str(each).endswith(f"/{name}"))
+    parts, files = Path(name).parts, project_files(Path(path).absolute().parent)
+    tails = ["/".join(parts[start:]) for start in range(max(1, len(parts) - 1))]  # the path may be another machine's
+    in_project = (each for tail in tails for each in files if str(each).endswith(f"/{tail}"))
     file = find_named(name, path) or next(in_project, None) if script else None
     return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
 
@@ -65,6 +67,13 @@ def project_files(folder: Path) -> tuple[Path, ...]:
 def project_source(folder: Path, name: str = "") -> str:
     """Return the text of the Python files of a project, or of those with a name."""
     return _texts([each for each in project_files(folder) if name in ("", each.name)])
+
+
+def imported_source(source: str, folder: Path) -> str:
+    """Return the text of the modules of a project that a script imports, and that may have its dataclasses."""
+    modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", source, re.MULTILINE)
+    names = tuple(f"/{module.replace('.', '/')}.py" for module in set(modules))
+    return _texts([each for each in project_files(folder) if str(each).endswith(names)])
 
 
 def _texts(files: Sequence[Path]) -> str:

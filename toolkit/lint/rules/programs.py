@@ -106,7 +106,8 @@ def setting_of_a_script(doc: Document) -> Iterator[Match]:
     schema = program_schema("trl")
     if program_of(doc.data) == "trl":
         for key in schema.unknown(doc.data):
-            if key not in TRAINING_ARGUMENTS_REMOVED and _is_of_a_script(schema, key):
+            is_old = key in TRAINING_ARGUMENTS_REMOVED
+            if not is_old and _is_of_a_script(schema, key) and not doc.is_declared(key):
                 message = f"{schema.named}'s own commands have no `{shorten(key)}`, and refuse it"
                 yield Match(key, message, "remove it, unless your script reads it")
 
