@@ -11,6 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
+from toolkit.lint.job_script import read_script
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -292,3 +293,12 @@ def test_the_engine_that_a_command_names_wins_over_its_file(flag: str, blocks: l
     config = f"compute_environment: LOCAL_MACHINE\n{engine}{deepspeed}"
     findings = lint(tmp_path, a__sh=f"accelerate launch --config_file a.yaml {flag} train.py --lr 1\n", a__yaml=config)
     assert [each.key for each in findings if each.rule == "block-not-in-force"] == blocks
+
+
+def test_a_string_inside_of_a_string_stays_a_part_of_its_word(tmp_path: Path) -> None:
+    options = '--nnodes=\\"\\${SLURM_NNODES}\\" --nproc_per_node 8 --rdzv-id=\\"a b\\"'
+    text = f'srun bash -c "\n  torchrun {options} train.py --output_dir \\"my out\\" --bf16\n"\n'
+    (call,) = read_script(text).launches
+    assert call.options == {"nnodes": "${SLURM_NNODES}", "nproc-per-node": "8", "rdzv-id": "a b"}
+    assert {name: value for name, (value, _) in call.arguments.items()} == {"output_dir": "my out", "bf16": None}
+    assert [each.rule for each in lint(tmp_path, a__sh=text) if each.rule == "behind-the-script"] == []

@@ -41,6 +41,8 @@ PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift")  # launchers that tra
 _NOT_STARTED = re.compile(
     r"^\s*(?:echo|printf|pip3?|conda|which|type|pkill|pgrep|killall|grep)\b|\bcommand\s+-v\s+\S*$"
 )
+# A string inside of a string. As an empty one and a string it has the same length and stays a part of its word.
+_ESCAPED_STRING = re.compile(r'\\"((?:[^"\\]|\\[^"])*)\\"')
 # An escaped character, a string in single or double quotes, a comment, the start of a here-document, the end of a line.
 _TOKEN = re.compile(
     r"""\\.|'[^']*+'?|"(?:\\.|[^"\\])*+"?|(?<![^ \t\n;])\#[^\n]*|(?<!<)<<(-?)[ \t]*(['"]?)([A-Za-z_]\w*)\2|\n""",
@@ -196,7 +198,7 @@ def _words_behind(
     command, start = text[slice(*span)], span[0]
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
     stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
-    inner = command[:stop].replace('\\"', ' "') if stop < len(command) else command
+    inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if stop < len(command) else command
     return [
         ("$@" if is_open and word.strip("${}") in options else word, start + offset, is_open)
         for word, offset, is_open in itertools.islice(_words(inner, at - start, variables), MAX_WORDS)
