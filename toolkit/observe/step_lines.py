@@ -29,11 +29,15 @@ class StepLines:
         """Steps of the training; 0 before that is known, and where it never is."""
         self.stop_after_steps: int | None = None
         """Steps of this process, where it ends earlier."""
-        self.printed_step, self.warned, self.first_seen = run.resumed_step, False, (0, 0.0)
+        self.resumed_step = self.printed_step = run.resumed_step
+        self.warned = False
+        self.first_seen = (0, 0.0)
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, resumed_step: int) -> None:
+        """Follow the steps after one: a script of somebody's says only here where it resumes."""
+        self.resumed_step = self.printed_step = resumed_step
         if self.run.writes and not self.run.single_process:
             self.ended.clear()
             self.thread = threading.Thread(target=self._follow, name="step lines", daemon=True)
@@ -50,20 +54,20 @@ class StepLines:
             time.sleep(0.01)
 
     def _follow(self) -> None:
-        while not self.ended.wait(SECONDS_BETWEEN_LINES if self.printed_step > self.run.resumed_step else 0.1):
+        while not self.ended.wait(SECONDS_BETWEEN_LINES if self.printed_step > self.resumed_step else 0.1):
             if self.run.progress.step > self.printed_step:  # otherwise no rank's file is read
                 self.print_newest()
 
     def print_newest(self) -> None:
         """Print the newest step, unless it is printed already, and once that the gradient is exactly zero."""
-        steps = newest_steps(self.run.folder, ranks=self.run.world_size, resumed_step=self.run.resumed_step)
+        steps = newest_steps(self.run.folder, ranks=self.run.world_size, resumed_step=self.resumed_step)
         if not steps or (step := steps[-1][0].step) <= self.printed_step:
             return
         now = time.monotonic()
         if not self.first_seen[0]:
             self.first_seen = step, now
         done, self.printed_step = step - self.first_seen[0], step
-        limit = self.stop_after_steps and self.run.resumed_step + self.stop_after_steps
+        limit = self.stop_after_steps and self.resumed_step + self.stop_after_steps
         last = min(filter(None, (self.max_steps, limit)), default=0)
         left = (now - self.first_seen[1]) / done * (last - step) if done and last > step else None
         lines = [step_line(steps[-1], max_steps=last, seconds_left=left)]

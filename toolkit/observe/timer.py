@@ -178,7 +178,7 @@ class StepTimer:
         self.resumed_step = self.progress.step = step
         self.progress.memory_by_phase = MemoryByPhase(bytes_of="allocated" if self.cuda else "rss")
         self.progress.record_memory("load")
-        self.step_lines.start()
+        self.step_lines.start(step)
         self.restart_clock()
 
     def before_optimizer_step(self) -> None:
