@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -91,3 +92,23 @@ def test_the_users_preset_is_an_absolute_path(tmp_path: Path, capsys: Capsys, mo
     text = (tmp_path / "job.sbatch").read_text()
     assert f"export TOOLKIT_PRESET={tmp_path}/Mine.yaml\n" in text
     assert "--job-name=mine\n" in text
+
+
+def test_json_has_the_file_and_what_it_assumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    words = ["ssh", "--preset", "zero2", "--nodes", "2", "--gpus-per-node", "4", "--save-seconds", "100"]
+    words += ["--json", "--output", str(file), "--host", "node0", "--host", "node1"]
+    code, out, err = run_cluster([*words, "--", *write_inputs(tmp_path), "--save_strategy", "no"], capsys)
+    assert code == 0, err
+    answer = json.loads(out)
+    assert answer["file"] == str(file)
+    assert answer["text"] == file.read_text()
+    assert answer["warnings"][-1].startswith("--save_strategy no: ")
+    assert answer["grace_seconds"] >= 100
+
+
+def test_json_is_refused_with_submit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["slurm", "--preset", "zero2", "--nodes", "2", "--json", "--submit", "--", *write_inputs(tmp_path)]
+    code, out, err = run_cluster(words, capsys)
+    assert (code, out) == (2, "")
+    assert "--json does not work with --submit" in err

@@ -242,6 +242,7 @@ def test_a_run_is_planned_by_a_count_that_is_there() -> None:
         ("unsloth/gemma-3-4b-it", "google/gemma-3-4b-it"),
         ("google/gemma-4-E4B", "google/gemma-4-E4B-it"),
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "Qwen/Qwen3-14B"),
         ("qwen/qwen3-vl-8b-thinking", "Qwen/Qwen3-VL-8B-Instruct"),
     ],
 )

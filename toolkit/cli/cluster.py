@@ -35,7 +35,7 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 
     submit = ["sbatch"] if slurm.submit else None
     if len(job.preset) > 1:
-        deliver(comparison_file(job, slurm), output=job.output, submit=submit, suffix=".sbatch")
+        deliver(comparison_file(job, slurm), job, submit=submit, suffix=".sbatch")
         return
     if slurm.repeats is not None:
         print_message("--repeats has no effect: it is for a comparison, with several --preset")
@@ -98,11 +98,11 @@ def _write(
 
     job = prepare_job(options, shares_files=shares_files)
     text = text_of(job)
-    for line in job.warnings:
-        print_message(f"warning: {line}")
+    warnings, save = list(job.warnings), job.save_time
     if not job.job.saves_checkpoints:
-        print_message("warning: --save_strategy no: a run that is stopped starts again from its first step")
-    else:
-        save = job.save_time
+        warnings.append("--save_strategy no: a run that is stopped starts again from its first step")
+    for line in warnings:
+        print_message(f"warning: {line}")
+    if job.job.saves_checkpoints:
         print_message(f"{save.grace_seconds} s to save after SIGTERM: one takes {save.seconds:g} s ({save.source})")
-    deliver(text, output=options.output, submit=submit, suffix=suffix)
+    deliver(text, options, submit=submit, suffix=suffix, warnings=warnings, grace_seconds=save.grace_seconds)

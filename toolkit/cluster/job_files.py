@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -132,19 +133,35 @@ def group_arguments(words: Sequence[str]) -> list[str]:
     return [" ".join(group) for group in groups]
 
 
-def deliver(text: str, *, output: Path | None, submit: Sequence[str] | None, suffix: str) -> None:
-    """Print a job file, or write it to `output`; with `submit`, give it to that command as its last word.
+def deliver(
+    text: str,
+    options: JobOptions,
+    *,
+    submit: Sequence[str] | None,
+    suffix: str,
+    warnings: Sequence[str] = (),
+    grace_seconds: int | None = None,
+) -> None:
+    """Print a job file, or write it to `--output`; with `submit`, give it to that command as its last word.
 
     Raises ToolkitError where the file cannot be written or the command is not installed, RunFailed where it fails.
     """
+    output = options.output
+    if options.as_json and submit is not None:
+        hint = "`--output FILE --json`, and submit that file"
+        raise ToolkitError("--json does not work with --submit: its output is the scheduler's", hint=hint)
     if output is not None:
         try:
             write_text(output, text)
         except OSError as error:
             raise ToolkitError(f"{output} cannot be written: {error.strerror}", hint="`--output FILE`") from None
         print_message(f"wrote {output}")
-    elif submit is None:
+    elif submit is None and not options.as_json:
         print(text, end="")
+    if options.as_json:
+        file = None if output is None else str(output)
+        facts = {"file": file, "text": text, "warnings": list(warnings), "grace_seconds": grace_seconds}
+        print(json.dumps(facts, indent=2))
     if submit is None:
         return
     if shutil.which(submit[0]) is None:

@@ -18,7 +18,7 @@ from typer import Option
 
 from toolkit.errors import ToolkitError
 from toolkit.files.secrets import is_secret_name
-from toolkit.flags import PresetNames, TrainingArguments
+from toolkit.flags import JsonOutput, PresetNames, TrainingArguments
 from toolkit.job.argument_values import Range, check_range
 from toolkit.launch.options import MAX_RESTARTS
 
@@ -65,6 +65,7 @@ class JobOptions:
         Option("--check-files/--no-check-files", help="read model and data here; --no-... if only the nodes have them"),
     ] = True
     output: Annotated[Path | None, Option(help="write the job file here instead of to stdout")] = None
+    as_json: JsonOutput = False
 
     def __post_init__(self) -> None:
         check_range("--gpus-per-node", self.gpus_per_node, Range(lowest=1, highest=MAX_GPUS_PER_NODE))

@@ -47,6 +47,7 @@ COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 # Words of a name that say how a model was tuned or stored, and nothing of its shape.
 TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
+IN_4BIT = {"unsloth", "bnb", "4bit"}
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
@@ -267,7 +268,7 @@ def same_shape(name: str) -> str | None:
 
 
 def _untuned(short: str) -> str:
-    return "-".join(word for word in short.lower().split("-") if word not in TUNING)
+    return "-".join(word for word in short.lower().split("-") if word not in TUNING | IN_4BIT)
 
 
 def config_path(model: str, *, known: bool = True) -> Path:
@@ -288,7 +289,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if known and name in known_models():
         return known_models()[name]
     if known and (twin := same_shape(name)):
-        _say_once(f"{model}: planned with the configuration of {twin}")
+        in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
+        _say_once(f"{model}: planned with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
     try:
         return download_config(name)
