@@ -60,6 +60,8 @@ OPTIMIZED = [
     ("wide", ["ddp", "zero2", "zero3"], "adamw_bnb_8bit"),
     ("wide-tied", ["ddp", "zero1"], "paged_adamw_8bit"),
     ("wide", ["ddp", "zero2"], "lion_8bit"),
+    ("wide", ["ddp", "zero2"], "ademamix"),
+    ("wide-tied", ["ddp"], "rmsprop_bnb_8bit"),
     ("wide", ["ddp", "zero3"], "paged_adamw_32bit"),
     ("qwen3-moe", ["ddp"], "adafactor"),
     ("wide", ["ddp", "zero2", "fsdp2"], "sgd"),
