@@ -237,7 +237,7 @@ def _zero12_states(settings: EngineSettings, weights: JobWeights, optimizer: Opt
     groups = [group for group in weights.groups(elements_of) if group]
     whole = settings.sharding == "replicate"
     ranks = settings.world_size
-    partitions = groups if whole else [-(-group // (2 * ranks)) * 2 for group in groups]  # padded to 2 per rank
+    partitions = groups if whole else [round_up(group, 2 * ranks) // ranks for group in groups]
     share = sum(partitions)
     gradient = settings.element_bytes * weights.num_trained
     if settings.sharding == "shard_grad_op":

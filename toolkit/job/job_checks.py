@@ -23,6 +23,7 @@ from toolkit.job.job import Compilation, Job
 from toolkit.job.trainer_checks import check_trainer_arguments
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import KERNEL, attention_words, missing_attention_package
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.versions import is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
@@ -56,7 +57,6 @@ TRACKER_MODULES = {
     "dagshub": ("dagshub", "dagshub"),
     "flyte": ("flytekit", "flytekit"),
 }
-BITSANDBYTES_OPTIMIZERS = re.compile("paged_|lion|ademamix|rmsprop_bnb|adamw_(bnb_)?8bit")
 DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 # argument -> the argument without which it has no effect
 PREREQUISITES = {
@@ -188,10 +188,11 @@ def profiled_steps(text: str) -> tuple[int, int]:
 
 def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
     """Return one error for each package that the job needs and that is not installed."""
+    spec = OPTIMIZERS.get(job.optim)
     needed = {
         "bitsandbytes": (
             f"--{'load_in_4bit' if job.load_in_4bit else f'optim {job.optim}'} needs bitsandbytes",
-            job.load_in_4bit or BITSANDBYTES_OPTIMIZERS.match(job.optim),
+            job.load_in_4bit or (spec is not None and spec.class_name.startswith("bitsandbytes.")),
         ),
         "liger_kernel": ("--use_liger_kernel needs liger-kernel", job.use_liger_kernel),
     }

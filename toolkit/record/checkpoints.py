@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from toolkit.files.documents import Limits, open_file, read_json_object, validat
 from toolkit.hardware.disks import free_bytes
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.record.columns import Count, PositiveCount
-from toolkit.record.folder import RunFolder, write_json
+from toolkit.record.folder import RunFolder, content_sha256, write_json
 from toolkit.units import gib
 
 if TYPE_CHECKING:
@@ -156,11 +155,6 @@ def read_step(trainer_state: Path) -> int:
     return validate(TypeAdapter(Count), state.get("global_step"), f"{trainer_state}: global_step")
 
 
-def _manifest_sha256(content: dict[str, Any]) -> str:
-    body = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
     """A checkpoint folder and its manifest."""
@@ -203,7 +197,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         try:
             content = read_json_object(file, limits=_LIMITS)
             manifest = validate(TypeAdapter(Manifest), content, str(file))
-            if manifest.sha256 not in (None, _manifest_sha256(content)):
+            if manifest.sha256 not in (None, content_sha256(content)):
                 manifest, unreadable = None, f"{MANIFEST} is damaged (checksum)"
         except ToolkitError as error:
             unreadable = error.message.removeprefix(f"{path}{os.sep}")
@@ -300,7 +294,7 @@ def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Put a manifest on the disk, in the place of the one before."""
     body, temporary = {key: value for key, value in content.items() if key != "sha256"}, folder / f".{MANIFEST}"
     if folder.is_dir():
-        write_json(temporary, body | {"sha256": _manifest_sha256(body)})
+        write_json(temporary, body | {"sha256": content_sha256(body)})
     sync(temporary)
     temporary.replace(folder / MANIFEST)
     sync(folder)

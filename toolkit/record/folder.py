@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,12 @@ def _alone(path: Path) -> Iterator[None]:
 def start_facts() -> dict[str, Any]:
     now = time.time()
     return {"started": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"), "started_unix": now}
+
+
+def content_sha256(content: Mapping[str, Any]) -> str:
+    """Return the digest of everything in a record but its own `sha256`."""
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:

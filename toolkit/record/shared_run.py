@@ -6,8 +6,6 @@ of, so no path and no private name is shared. A data repository checks rows with
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json_object
 from toolkit.hardware.gpu_table import known_gpu
 from toolkit.models.read_model import known_models
-from toolkit.record.folder import RunFolder
+from toolkit.record.folder import RunFolder, content_sha256
 from toolkit.record.measurements import read_steps
 from toolkit.record.reading import RankReading
 from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run, read_run_file
@@ -206,6 +204,5 @@ def _digest(folder: RunFolder) -> str | None:
     if not folder.attestation_json.is_file():
         return None
     body = read_json_object(folder.attestation_json, allow_nan=True)
-    said = body.pop("sha256", None)
-    computed = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return computed if said == computed and body.get("verdict") == "attested" else None
+    computed = content_sha256(body)
+    return computed if body.get("sha256") == computed and body.get("verdict") == "attested" else None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.errors import nearest
-from toolkit.lint.document import SCRIPTS, Document, accelerate_file
+from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
 from toolkit.lint.findings import ERROR, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
 from toolkit.lint.rules.settings import as_enum
@@ -18,7 +18,6 @@ ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
-ENGINE_FLAGS = {"multi-gpu": "MULTI_GPU", "use-fsdp": "FSDP", "use-deepspeed": "DEEPSPEED"}
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -116,7 +115,7 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
 def two_engines(doc: Document) -> Iterator[Match]:
     """A flag for one engine (`--multi_gpu`) turns that of the YAML off. `accelerate launch` refuses two such flags."""
     for call in doc.script.launches:
-        flags = [name for name in ENGINE_FLAGS if name in call.options] if call.tool == "accelerate" else []
+        flags = [name for name in reversed(ENGINE_FLAGS) if name in call.options] if call.tool == "accelerate" else []
         named = accelerate_file(doc, call) if flags else None
         engine = as_enum(named.get("distributed_type")) if named else ""
         is_other = engine in ("FSDP", "DEEPSPEED") and flags and engine != ENGINE_FLAGS[flags[0]]

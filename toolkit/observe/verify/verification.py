@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +48,7 @@ from toolkit.observe.verify.read_rank import ForwardDetector, read_accumulated, 
 from toolkit.observe.verify.replicas import ReplicaCheck
 from toolkit.observe.verify.weights_digest import weights_digest
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.folder import write_json
+from toolkit.record.folder import content_sha256, write_json
 from toolkit.record.kernel_table import DIFFERS, KernelRow, merged_rows, reading_of, row, table_lines
 from toolkit.record.reading import RankReading, Values
 from toolkit.units import gib
@@ -328,7 +327,7 @@ def attestation_json(
         "kernels": merged_rows(ranks),
         "ranks": [reading.to_json() for reading in ranks],
     }
-    return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
+    return body | {"sha256": content_sha256(body)}
 
 
 def verified_line(preset: PresetSpec | None, reading: RankReading) -> str:
