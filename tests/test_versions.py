@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from toolkit.job.job_checks import BITSANDBYTES_OPTIMIZERS
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import VARLEN
+from toolkit.models.optimizers import OPTIMIZERS
 from toolkit.versions import attention_names, lora_config_fields
 
 
@@ -21,7 +21,7 @@ def test_the_optimizers_of_bitsandbytes_are_those_of_transformers() -> None:
     from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 
     theirs = {optim.value for optim in _BITSANDBYTES_OPTIMIZERS}
-    assert {name for name in trainer_schema().optim_args if BITSANDBYTES_OPTIMIZERS.match(name)} == theirs
+    assert {name for name, spec in OPTIMIZERS.items() if spec.class_name.startswith("bitsandbytes.")} == theirs
 
 
 def test_the_attention_functions_are_those_of_the_library() -> None:
