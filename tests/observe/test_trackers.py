@@ -7,6 +7,9 @@ import json
 import os
 import sqlite3
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,53 @@ def test_a_tracker_shows_what_was_verified_beside_the_trainers_own_values(
     for value in ("toolkit/preset", "toolkit/verification", "no_preset", attestation["sha256"]):
         assert value in told
     assert "toolkit/peak_host_bytes_of_rank_0" in told
+
+
+class TrainJobStatus(HTTPServer):
+    """What Kubeflow Trainer's controller is to a pod: it takes the status of the job."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _TakesStatus)
+        self.taken: list[dict[str, Any]] = []
+
+
+class _TakesStatus(BaseHTTPRequestHandler):
+    server: TrainJobStatus
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer of-the-pod"
+        self.server.taken.append(body["trainerStatus"])
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def train_job() -> Iterator[TrainJobStatus]:
+    with TrainJobStatus() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.launch
+def test_the_status_of_a_train_job_shows_progress_and_what_was_verified(
+    train_job: TrainJobStatus, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("of-the-pod")
+    of_the_pod = {
+        "KUBEFLOW_TRAINER_SERVER_URL": f"http://127.0.0.1:{train_job.server_port}",
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
+    }
+    words = ["--output-dir", str(tmp_path / "run"), str(SCRIPTS / "somebodys.py"), "tracked", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "toolkit.observe", *words, "none"]  # no tracker is named
+    ended = run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"} | of_the_pod, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [train_job.taken[0]["progressPercentage"], train_job.taken[-1]["progressPercentage"]] == [0, 100]
+    told = {metric["name"]: metric["value"] for metric in train_job.taken[-1]["metrics"]}
+    assert told["toolkit/verification"] == "no_preset"
+    assert told["toolkit/verification_sha256"] == read(tmp_path / "run" / "attestation.json")["sha256"]
+    assert all(0 < len(text) <= 64 for pair in told.items() for text in pair)  # the CRD refuses longer ones

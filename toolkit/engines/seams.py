@@ -74,6 +74,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_TRAINER + "_save_optimizer_and_scheduler", "states of stages, and of a model sharded at load"),
     Seam(_TRAINER + "_load_optimizer_and_scheduler", "the same"),
     Seam("transformers.trainer_optimizer:_OPTIMIZER_HANDLERS", "the options that each optimizer reads"),
+    Seam("transformers.integrations.integration_utils::_metrics", "what a TrainJob's status shows of a run"),
     Seam("transformers.training_args::_n_gpu", "one process with several visible GPUs would run DataParallel"),
     Seam("transformers.modeling_utils:PreTrainedModel._from_config", "a rehearsal's models have no weights to load"),
     Seam("transformers.modeling_utils:PreTrainedModel._load_pretrained_model", "weights as they are loaded"),

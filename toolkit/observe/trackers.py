@@ -1,7 +1,8 @@
 """What a run's trackers show beside the Trainer's own values: preset, plan and verification.
 
-W&B, TensorBoard, MLflow and Trackio, where `report_to` names them, and the trackers of an `Accelerator`. The values go
-into their configuration and summary, with names that begin with `toolkit/`. Nothing is imported or started here.
+W&B, TensorBoard, MLflow and Trackio, where `report_to` names them, the trackers of an `Accelerator`, and the status of
+a TrainJob, which transformers reports to where Kubeflow Trainer asks for it. The values go into their configuration and
+summary, with names that begin with `toolkit/`. Nothing is imported or started here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from toolkit.record.kernel_table import AS_ASKED
 
 PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")
 """Keys of a plan in `run.json`."""
+KUBEFLOW_CHARACTERS = 64
+"""The longest name and value of a metric in a TrainJob's status; a longer one has the whole update refused.
+kubeflow/trainer, `trainjob_types.go`, `Metric`."""
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 
 
@@ -87,10 +91,16 @@ def _to_trackio(_: Any, values: dict[str, Any]) -> None:
     sys.modules["trackio"].config.update(values, allow_val_change=True)
 
 
+def _to_kubeflow(callback: Any, values: dict[str, Any]) -> None:
+    short = {name: str(value) for name, value in values.items() if 0 < len(str(value)) <= KUBEFLOW_CHARACTERS}
+    callback._metrics.update(short)  # sent with the next step's progress
+
+
 SENDERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "WandbCallback": _to_wandb,
     "TensorBoardCallback": _to_tensorboard,
     "MLflowCallback": _to_mlflow,
     "TrackioCallback": _to_trackio,
+    "KubeflowCallback": _to_kubeflow,
 }
 """By the name of transformers' callback, whose class may be a script's own."""
