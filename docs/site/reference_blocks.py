@@ -99,7 +99,15 @@ PRINTED = {
     "simulated_stragglers": ("simulate stragglers --workers 16 --slow-workers 1 --slow-factor 1.5", 1),
 }
 
-FILE_KINDS = {"deepspeed": "DeepSpeed JSON", "trainer": "Trainer", "shell": "shell script", "skypilot": "SkyPilot"}
+# Kind of file -> the section of reference/lint.md that has the rules whose first kind it is.
+LINT_SECTIONS = {
+    "accelerate": "accelerate YAML",
+    "deepspeed": "DeepSpeed JSON",
+    "trainer": "Trainer arguments",
+    "axolotl": "axolotl",
+    **dict.fromkeys(("sbatch", "shell", "skypilot"), "Job scripts"),
+}
+NAMED_BY_FINDING = "what the message names"
 
 
 def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
@@ -185,14 +193,17 @@ def _optimizer_texts(optim: str) -> tuple[str, str]:
 
 
 def lint_rules() -> str:
-    """Return a section per lint rule, whose heading is the rule's name: findings link there."""
-    return "\n\n".join(map(_lint_rule, sorted(RULES, key=lambda rule: rule.name)))
+    """Return a section per kind of file, and in it one per lint rule, whose heading is its name: findings link there."""
+    sections: dict[str, list[str]] = {heading: [] for heading in LINT_SECTIONS.values()}
+    for rule in sorted(RULES, key=lambda rule: rule.name):
+        sections[LINT_SECTIONS[rule.kinds[0]]].append(_lint_rule(rule))
+    return "\n\n".join(f"## {heading}\n\n" + "\n\n".join(rules) for heading, rules in sections.items())
 
 
 def _lint_rule(rule: LintRule) -> str:
-    kinds = ", ".join(FILE_KINDS.get(kind, kind) for kind in rule.kinds)
-    since = f" (from {rule.checked_against.split()[0]} {rule.removed_in})" if rule.removed_in else ""
-    return f"### {rule.name}\n\n*{rule.level}*, {kinds}{since}. {rule.description}\n\n*Instead*: {rule.fix}"
+    since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
+    instead = "" if rule.fix == NAMED_BY_FINDING else f" *Instead*: {rule.fix}"
+    return f"### {rule.name}\n\n*{rule.level}*{since}. {rule.description}{instead}"
 
 
 def doctor_table() -> str:

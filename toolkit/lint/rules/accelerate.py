@@ -71,8 +71,9 @@ def unquoted_no(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, ACCELERATE, library="accelerate", fix="deepspeed_multinode_launcher: standard")
 def pdsh_by_default(doc: Document) -> Iterator[Match]:
-    """On several nodes accelerate starts DeepSpeed's own launcher with pdsh, which needs pdsh, passwordless ssh and a
-    hostfile; without `deepspeed_hostfile` it passes the file name `None`."""
+    """On several nodes accelerate starts DeepSpeed through pdsh, with passwordless ssh and a hostfile. Without
+    `deepspeed_hostfile` it passes the file name `None`.
+    """
     launcher = doc.get("deepspeed_config.deepspeed_multinode_launcher")
     if is_deepspeed(doc) and (as_int(doc.get("num_machines")) or 1) > 1 and launcher in (None, "pdsh"):
         hostfile = doc.get("deepspeed_config.deepspeed_hostfile")
@@ -94,10 +95,7 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
 def dp_replicate_alone(doc: Document) -> Iterator[Match]:
-    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared.
-
-    A file without `num_processes` leaves the degrees to the launcher's flags.
-    """
+    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared."""
     if not doc.has("num_processes") and not doc.has(parallel_size_key("dp_shard")):
         return
     replicas, shards, contexts = (parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "cp"))
@@ -108,8 +106,7 @@ def dp_replicate_alone(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="degrees whose product is num_processes")
 def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
-    """accelerate raises in every rank where the product of the parallel degrees is not the number of processes. Only
-    degrees of 1 throughout, and DeepSpeed's sequence parallelism, are not compared."""
+    """accelerate raises in every rank where the product of the parallel degrees is not the number of processes."""
     processes = as_int(doc.get("num_processes"))
     degrees = {name: parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     product = math.prod(degrees.values())
@@ -129,8 +126,9 @@ def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
     fix="the preset fsdp2_tp; in a script, DistributedConfig at from_pretrained and distributed_type: MULTI_GPU",
 )
 def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
-    """accelerate's tensor parallelism under FSDP2 imports `ReplicateParallel`, which transformers 5.23 no longer has.
-    A model that was loaded without a plan is not split, with a warning: ranks do the same work."""
+    """Tensor parallelism under FSDP2 fails in accelerate with transformers 5.23. A model that was loaded without a plan
+    is not split: ranks do the same work.
+    """
     degree = parallel_degree(doc, "tp")
     if degree > 1 and fsdp_version(doc) == 2:
         fix = "the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`"
@@ -139,8 +137,9 @@ def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
 def sp_below_stage_3(doc: Document) -> Iterator[Match]:
-    """Under ZeRO-1 and ZeRO-2, sequence parallelism sums the gradients of a sequence's parts: they are sp times too
-    large. Adam's losses hardly show it; the gradient norm does."""
+    """Below stage 3 sequence parallelism makes gradients sp times too large. Adam's losses hardly show it, the gradient
+    norm does.
+    """
     json = doc.deepspeed_json
     stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else zero_stage(json)
     degree = parallel_degree(doc, "sp")
@@ -152,8 +151,7 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
 def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
-    """`parallel` lists the dimensions of one of this toolkit's presets; accelerate passes over it. A script that does
-    not ask the preset trains with data parallelism alone."""
+    """accelerate passes over `parallel`, a key of this toolkit: another script trains with data parallelism alone."""
     for block in ("fsdp_config", "deepspeed_config") if not is_preset(doc) else ():
         if listed_dimensions(doc, block):
             message = "accelerate passes over it: other scripts divide nothing but the rows"
@@ -177,8 +175,9 @@ def _fsdp1_strategy(value: object) -> str:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
 def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
-    """Under FSDP1 the launcher always exports `fsdp_sharding_strategy` (FULL_SHARD by default), and it takes
-    precedence: `fsdp_reshard_after_forward` has no effect."""
+    """Under FSDP1 the launcher's `fsdp_sharding_strategy` (FULL_SHARD by default) wins over
+    `fsdp_reshard_after_forward`.
+    """
     reshard, strategy = fsdp_setting(doc, "reshard_after_forward"), fsdp_setting(doc, "sharding_strategy")
     if fsdp_version(doc) != 1 or reshard is None:
         return
@@ -243,9 +242,9 @@ def loading_without_sync(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
 def uneven_processes(doc: Document) -> Iterator[Match]:
-    """accelerate starts `num_processes // num_machines` on each node: none where that is 0, and fewer in all than the
-    file says where it leaves a rest. More processes on a node than `gpu_ids` has entries share a GPU, which NCCL
-    refuses."""
+    """accelerate starts `num_processes // num_machines` on each node and drops the rest. NCCL refuses more processes on
+    a node than `gpu_ids` has entries.
+    """
     processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
     if not processes or processes < 1 or machines < 1:
         return
@@ -264,8 +263,7 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the flags of accelerate launch")
 def never_taken(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` takes a value from the YAML only where its option's default is None. These have another
-    default, which applies: they have to be flags."""
+    """`accelerate launch` takes no value for these from the YAML: their defaults apply."""
     table = {name: default for name, default in launcher_tables()["never_taken"].items() if doc.get(name) is not None}
     many = (as_int(doc.get("num_machines")) or 1) > 1
     differ = [name for name in ("rdzv_backend",) if many and as_enum(doc.get(name)) not in ("", "STATIC")]

@@ -73,8 +73,7 @@ NUMBERS_OF_TRAINER = (
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` owns this setting too: under the Trainer, any value but its own raises in every rank. Where a
-    file names the JSON, the two are compared."""
+    """`TrainingArguments` owns this setting: under the Trainer, any value but its own raises in every rank."""
     for key, field in OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         is_off = key.endswith(".enabled") and as_bool(value) is False
@@ -156,7 +155,7 @@ def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
 def nvme_in_memory(doc: Document) -> Iterator[Match]:
-    """The path is on a file system in host memory: what is offloaded there uses the memory that it should free."""
+    """The path is on a file system in host memory: offloading there frees nothing."""
     for part in ("optimizer", "param"):
         key = f"zero_optimization.offload_{part}.nvme_path"
         path = doc.get(key)
@@ -172,8 +171,9 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage3_prefetch_bucket_size: 0")
 def nvme_prefetch(doc: Document) -> Iterator[Match]:
-    """Parameters on NVMe fail in the second step with prefetch (`already assigned swap buffer`), and train without it.
-    The default prefetches, and so does `auto`."""
+    """Parameters on NVMe fail in the second step with prefetch (`already assigned swap buffer`), the default, also of
+    `auto`.
+    """
     key = stage3_key(doc, "prefetch_bucket_size")
     if offload_device(doc, "param") == "nvme" and zero_stage(doc) == 3 and doc.get(key) != 0:
         fix = '`"stage3_prefetch_bucket_size": 0`'
@@ -200,8 +200,9 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, TRAINER, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """A relative path is resolved against the working directory of the run, not the YAML's folder. Where the file is
-    not there, accelerate takes the path for base64 text, and raises."""
+    """A relative path counts from the working directory of the run. Where no file is there, accelerate takes the path
+    for base64 text, and raises.
+    """
     key, named = deepspeed_files(doc)
     if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
@@ -213,7 +214,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def key_owned_by_json(doc: Document) -> Iterator[Match]:
-    """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats a setting of the JSON, even if equal."""
+    """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats the JSON's setting, even if equal."""
     if doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
         return
     for name in OWNED_BY_JSON:

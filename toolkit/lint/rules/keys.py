@@ -103,9 +103,9 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the key inside its block")
 def dotted_key(doc: Document) -> Iterator[Match]:
-    """DeepSpeed reads nested blocks only: a key like `zero_optimization.reduce_bucket_size` at the top level has no
-    effect, and the block's default applies (500,000,000 here). TRL 1.16 writes three of them for its reference model
-    (`prepare_deepspeed` in trl/models/utils.py)."""
+    """DeepSpeed reads nested blocks only: a key like `zero_optimization.reduce_bucket_size` has no effect. TRL 1.16
+    writes three of them.
+    """
     for name in doc.data:
         block, _, key = name.partition(".")
         if key and block in DEEPSPEED_BLOCKS and block:
@@ -121,13 +121,13 @@ def wrong_type(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="a value of the type that the message names")
 def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
-    """The value is none that the key takes: DeepSpeed raises in every rank, or where the value is first used."""
+    """The key takes another type: DeepSpeed raises in every rank, or on first use."""
     return _wrong_types(doc, DEEPSPEED_BLOCKS)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="a value of the type that the message names")
 def wrong_argument_type(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` does not check most types: it keeps the value, and what first computes with it raises."""
+    """`TrainingArguments` keeps the value, and what first computes with it raises."""
     for name, field in trainer_schema().fields.items():
         reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
         if doc.get(name) is not None and reads(doc.get(name)) is None and not is_template(doc.get(name)):
@@ -167,8 +167,7 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
 
 @rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words")
 def unknown_word(doc: Document) -> Iterator[Match]:
-    """The key takes one of a few words, and the value is none of them: the library raises, or (`compute_environment`)
-    takes the file for another kind. Case is folded as the library folds it."""
+    """The key takes other words: the library raises, or (`compute_environment`) takes the file for another kind."""
     is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
     for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
@@ -301,8 +300,7 @@ def deprecated_training_argument(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
 def misspelt_training_argument(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` has no such field but a very similar one: the parser raises, unless the script has an
-    argument of that name itself."""
+    """`TrainingArguments` has a very similar field: the parser raises, unless the script has this argument itself."""
     fields = trainer_argument_names()
     for name in () if schema_of(doc) is not None else doc.data:
         if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:

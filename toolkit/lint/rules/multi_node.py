@@ -74,8 +74,9 @@ def master(call: LauncherCall) -> str | None:
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
-    """Where the head's address is local (`localhost`, or 0), or its name is not found, every node takes itself for the
-    head: it waits for the others until it times out, or trains alone."""
+    """Where the head's address is local (`localhost`, or 0) or unknown, every node takes itself for the head, and waits
+    or trains alone.
+    """
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
@@ -94,8 +95,9 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--nnodes, or --num_machines for accelerate")
 def each_node_alone(doc: Document) -> Iterator[Match]:
-    """Without `--nnodes` torchrun, and without `--num_machines` accelerate, starts a world of one node on each node: as
-    many trainings as nodes, which write into the same folder."""
+    """torchrun without `--nnodes`, and accelerate without `--num_machines`, train alone on each node, into the same
+    folder.
+    """
     nodes = doc.script.nodes or 1
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
@@ -106,8 +108,9 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")
 def no_rendezvous(doc: Document) -> Iterator[Match]:
-    """torchrun on several nodes without an endpoint meets at the node's own localhost: each node waits for the others
-    at itself. c10d reads `--rdzv-endpoint` alone; the static rendezvous reads `--master-addr` too."""
+    """Without an endpoint each torchrun waits at its own localhost. c10d reads `--rdzv-endpoint` alone, static also
+    `--master-addr`.
+    """
     for call in several(doc, "torchrun"):
         named = master(call) or call.options.keys() & {"rdzv-conf", "standalone"} or not call.is_complete
         if not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
@@ -133,7 +136,7 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="--machine_rank, expanded on each node")
 def rank_of_file(doc: Document) -> Iterator[Match]:
-    """Each node that reads the same file takes its `machine_rank`: all are rank 0, and wait for the others."""
+    """Nodes that read the same file take its `machine_rank`: all are rank 0, and wait."""
     is_unsaid = (doc.script.nodes or 1) > 1 and not doc.script.mentions("machine_rank")
     for call in calls(doc, "accelerate") if is_unsaid else ():
         file = accelerate_file(doc, call) if is_static(call) and "srun" in call.before else None
@@ -155,9 +158,9 @@ def node_rank_unset(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")
 def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` starts DeepSpeed on several nodes through pdsh and a hostfile, which it takes to be named
-    `None`: each node trains a world of its own. With a hostfile, the whole environment, tokens included, is written to
-    `.deepspeed_env`, which everybody may read."""
+    """`accelerate launch` starts DeepSpeed on several nodes through pdsh. Without a hostfile each node trains alone.
+    With one, the environment, tokens included, goes into `.deepspeed_env`, which everybody may read.
+    """
     for call in several(doc, "accelerate"):
         deepspeed = call.options.keys() & {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
         if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
@@ -167,8 +170,9 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
 def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
-    """A launcher that is left from an earlier attempt, or another job with the same head, joins the rendezvous of the
-    same id; without `--rdzv-id` it is `none`."""
+    """A launcher left from an earlier attempt, or of another job with the same head, joins the rendezvous of this id
+    (`none` by default).
+    """
     for call in several(doc, "torchrun"):
         named = call.options.get("rdzv-id")
         if "rdzv-backend" in call.options and "$" not in (named or ""):
@@ -181,8 +185,7 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
 def elastic_without_restarts(doc: Document) -> Iterator[Match]:
-    """A node that is lost makes the collectives of the others fail, which counts as a restart: with `--max-restarts 0`,
-    the default, an elastic run ends with its first lost node."""
+    """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
     for call in calls(doc, "torchrun"):
         if elastic_range(call) and call.options.get("max-restarts", "0") == "0":
             message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
@@ -191,8 +194,7 @@ def elastic_without_restarts(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 def elastic_shared_store(doc: Document) -> Iterator[Match]:
-    """torchrun gives the ranks the store of its rendezvous, with the keys of the attempt before: a node that joins
-    again waits forever."""
+    """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
     for call in calls(doc, "torchrun"):
         variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
         if elastic_range(call) and not doc.script.mentions(rf"{variable}=[\"']?1"):
@@ -211,8 +213,7 @@ PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 @rule(ERROR, SBATCH, library="slurm", fix="single quotes around srun's command, or torchrun, which needs no rank")
 def rank_of_first_node(doc: Document) -> Iterator[Match]:
-    """The batch script runs once, on the first node: it expands `$SLURM_PROCID` to 0 before srun copies the command, so
-    every node becomes rank 0 (accelerate#2816)."""
+    """The batch script expands `$SLURM_PROCID` on the first node, to 0: every node becomes rank 0 (accelerate#2816)."""
     script = doc.script
     on_many = spans_nodes(doc) or script.directives.get("ntasks", ("1", 0))[0] != "1"
     agreed = script.launches and not any(map(is_static, script.launches))
@@ -245,8 +246,7 @@ def only_first_node(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")
 def launcher_per_gpu(doc: Document) -> Iterator[Match]:
-    """A launcher starts one rank per GPU itself. srun with a task per GPU starts it as often, so that each GPU gets as
-    many ranks as the node has GPUs."""
+    """A launcher starts a rank per GPU itself. With a task per GPU, srun starts it as often."""
     script = doc.script
     name = next((name for name in ("ntasks-per-node", "ntasks") if name in script.directives), None)
     if not script.launches or name is None:
@@ -272,7 +272,7 @@ def no_such_port(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")
 def fixed_port(doc: Document) -> Iterator[Match]:
-    """Two jobs that share a node with the same port: the second one fails, or joins the first."""
+    """Of two jobs that share a node and port, the second fails or joins the first."""
     for call in several(doc):
         for name in PORT_OPTIONS if is_static(call) else PORT_OPTIONS[:1]:
             value = call.options.get(name) or ""
@@ -283,9 +283,9 @@ def fixed_port(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, SBATCH, library="slurm", fix="save_steps, and an argument that resumes in the next job")
 def killed_at_limit(doc: Document) -> Iterator[Match]:
-    """At the time limit SLURM sends SIGTERM and, 30 s later (KillWait), SIGKILL. A plain Trainer saves nothing then:
-    what it trained since its last checkpoint is lost. `#SBATCH --signal` helps only where the ranks save when it comes,
-    as they do under `-m toolkit.observe`."""
+    """SLURM sends SIGTERM at the time limit, and SIGKILL 30 s later. A plain Trainer saves nothing then. `#SBATCH
+    --signal` helps ranks that save on it, as under `-m toolkit.observe`.
+    """
     script = doc.script
     if script.launches and "signal" not in script.directives and not script.mentions(LOOKS_FOR_CHECKPOINT):
         message = "what was trained since the last checkpoint is lost at the time limit"
@@ -295,8 +295,9 @@ def killed_at_limit(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")
 def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
-    """`--signal=B:...` goes to the batch shell alone, which ends without telling the ranks unless a trap does. A signal
-    other than TERM ends ranks that have no handler for it."""
+    """`--signal=B:...` goes to the batch shell alone, and reaches the ranks through a trap. Other signals than TERM end
+    ranks without a handler.
+    """
     value, line = doc.script.directives.get("signal", ("", 0))
     if doc.script.launches and value.startswith("B:") and not doc.script.mentions(r"^\s*trap\b"):
         fix = '`trap \'kill -TERM "$PID"; wait "$PID"\' USR1`, with `srun ... & PID=$!; wait`; or `--signal=TERM@300`'
@@ -323,8 +324,9 @@ def _requeues(script: JobScript) -> bool:
 
 @rule(NOTE, SBATCH, library="slurm", fix="--resume_from_checkpoint latest, unless the script looks for it")
 def requeued_from_start(doc: Document) -> Iterator[Match]:
-    """A job that is requeued runs its script again from the first line: without an argument that resumes, training
-    starts again at step 0, unless the training script looks for its last checkpoint itself."""
+    """A requeued job runs its script from the first line: without an argument that resumes, training starts at step 0,
+    unless the training script looks for its checkpoint.
+    """
     script = doc.script
     if script.launches and _requeues(script) and not script.mentions(LOOKS_FOR_CHECKPOINT):
         message = "a requeued job trains again from step 0, unless its script looks for the last checkpoint"
@@ -343,8 +345,7 @@ def short_shutdown(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
-    """A launcher that fails on one node leaves those of the others waiting for a collective: the job pays for all nodes
-    until a timeout."""
+    """Where a launcher fails on one node, the others wait for a collective until a timeout."""
     if not spans_nodes(doc) or doc.script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
     for call in [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)][

@@ -94,15 +94,17 @@ def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:
 
 @rule(ERROR, TRAINER, library="trl", fix="the present name, or nothing")
 def unknown_trl_setting(doc: Document) -> Iterator[Match]:
-    """TRL refuses a file with a setting that none of its dataclasses has ("Unknown arguments from config file"). These
-    are settings of older versions, and misspellings."""
+    """TRL refuses a file with such a setting ("Unknown arguments from config file"): it is misspelt, or of an older
+    version.
+    """
     return _unknown(doc, "trl")
 
 
 @rule(NOTE, TRAINER, library="trl", fix="nothing, if the script has it")
 def setting_of_a_script(doc: Document) -> Iterator[Match]:
-    """TRL's own commands refuse a file with a setting that their dataclasses do not have. A script that trains with TRL
-    may have one: open-r1 and the alignment handbook do."""
+    """TRL's own commands refuse the setting. A script that trains with TRL may have it, as those of open-r1 and the
+    alignment handbook.
+    """
     schema = program_schema("trl")
     if program_of(doc.data) == "trl":
         for key in schema.unknown(doc.data):
@@ -114,7 +116,7 @@ def setting_of_a_script(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, AXOLOTL, library="axolotl", fix="the present name, or nothing")
 def unknown_axolotl_setting(doc: Document) -> Iterator[Match]:
-    """axolotl drops a setting that its schema does not have without a word, unless a plugin of your own reads it."""
+    """axolotl silently drops a setting that its schema lacks, unless a plugin of your own reads it."""
     plugins = doc.get("plugins") or []
     own = [each for each in plugins if not str(each).startswith("axolotl.")] if isinstance(plugins, list) else [plugins]
     return iter(()) if own else _unknown(doc, "axolotl")
@@ -134,8 +136,9 @@ def unknown_swift_setting(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, AXOLOTL, library="axolotl", fix="one of the two")
 def axolotl_fsdp_with_deepspeed(doc: Document) -> Iterator[Match]:
-    """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes its check, and turns FSDP on while
-    the Trainer gets the DeepSpeed JSON."""
+    """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes, and turns FSDP on beside DeepSpeed's
+    JSON.
+    """
     key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key) and not is_template(doc.get(key))), None)
     if key is not None and doc.get("deepspeed") and not is_template(doc.get("deepspeed")):
         yield Match(

@@ -27,9 +27,9 @@ def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
 def lost_line(doc: Document) -> Iterator[Match]:
-    """A line that begins with an option and continues no other is a command of its own: bash does not find it, and the
-    launcher has started without it and what follows. A backslash is missing, a space or a comment follows it, or a line
-    between is blank; in a file with the line ends of Windows, each backslash is followed by a carriage return."""
+    """bash takes a line that begins with an option for a command, and the launcher starts without it. The backslash
+    before it is missing, or followed by a space, a comment, a blank line or a Windows line end.
+    """
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
     for start, end in script.commands if script.launches else ():
@@ -52,7 +52,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
-    """Quotes and dashes of a word processor are letters to bash: they become a part of the value, or of a file name."""
+    """Quotes and dashes of a word processor are letters to bash, a part of the value."""
     script = doc.script
     for start, end in script.commands if script.launches else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
@@ -65,8 +65,7 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="bash", fix="export NAME=VALUE")
 def not_exported(doc: Document) -> Iterator[Match]:
-    """A variable that is assigned on a line of its own and not exported stays in this shell: the launcher and its ranks
-    do not have it, unless it was in the environment before."""
+    """A variable on a line of its own that is not exported stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
     if not script.launches or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
@@ -104,7 +103,7 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
 def flag_with_value(doc: Document) -> Iterator[Match]:
-    """The launcher's option takes no value: it takes the word behind it for the script, and starts that."""
+    """The option takes no value: the launcher starts the next word as the script."""
     for call in doc.script.launches:
         if call.tool not in PROGRAMS and call.script and (call.script.lower() in NOT_A_SCRIPT or call.script.isdigit()):
             message = f"{call.tool} takes {call.script} for the script"
@@ -113,7 +112,7 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
 def two_engines(doc: Document) -> Iterator[Match]:
-    """A flag for one engine (`--multi_gpu`) turns that of the YAML off. `accelerate launch` refuses two such flags."""
+    """A flag for one engine (`--multi_gpu`) turns the YAML's off. `accelerate launch` refuses two such flags."""
     for call in doc.script.launches:
         flags = [name for name in reversed(ENGINE_FLAGS) if name in call.options] if call.tool == "accelerate" else []
         named = accelerate_file(doc, call) if flags else None
@@ -137,8 +136,7 @@ def one_process_for_gpus(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
 def behind_the_script(doc: Document) -> Iterator[Match]:
-    """A launcher reads its options in front of the script's name only: the others are arguments of the script, and the
-    launcher's own defaults apply."""
+    """A launcher reads options in front of the script's name only: the others are the script's."""
     for call in doc.script.launches if doc.script.text else ():
         options = launcher_tables()["launcher_options"].get(call.tool, ())
         names = [name for name in call.arguments if name in options and name.replace("_", "-") not in call.options]
@@ -150,8 +148,9 @@ def behind_the_script(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="--include localhost:2,3")
 def visible_devices_ignored(doc: Document) -> Iterator[Match]:
-    """`deepspeed` ignores `CUDA_VISIBLE_DEVICES`, and removes it, with `--num_gpus`, `--include` or `--exclude`: it
-    takes the first GPUs of the node."""
+    """With `--num_gpus`, `--include` or `--exclude`, `deepspeed` drops `CUDA_VISIBLE_DEVICES` and takes the node's
+    first GPUs.
+    """
     found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"), None)
     for call in doc.script.launches if found is not None else ():
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
@@ -174,8 +173,7 @@ def include_with_count(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")
 def file_behind_local_rank(doc: Document) -> Iterator[Match]:
-    """`deepspeed` puts `--local_rank=N` in front of a script's arguments. LLaMA-Factory and transformers' examples look
-    for the file in the first of them, and do not read it."""
+    """`deepspeed` puts `--local_rank=N` first, where LLaMA-Factory and transformers' examples look for the file."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
         is_file = first.endswith((".yaml", ".yml", ".json")) and not first.startswith("-")

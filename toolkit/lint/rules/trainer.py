@@ -86,8 +86,9 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
 def refused_by_grpo(doc: Document) -> Iterator[Match]:
-    """TRL's GRPOConfig and RLOOConfig raise for these values: a batch of generations holds complete groups of
-    `num_generations` completions, at least 2 for GRPO."""
+    """TRL's GRPO and RLOO raise for these values: a batch holds complete groups of `num_generations` completions, at
+    least 2 for GRPO.
+    """
     if not is_grpo(doc):
         return
     group = as_int(doc.get("num_generations", 8))
@@ -134,8 +135,9 @@ def weights_of_losses(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, TRAINER, library="pyyaml", fix="a number with a dot: 1.0e-4")
 def number_as_text(doc: Document) -> Iterator[Match]:
-    """YAML 1.1 reads `1e-4`, without a dot, as text. `HfArgumentParser.parse_yaml_file` and `parse_dict` convert
-    nothing: the optimizer raises. TRL's parser, LLaMA-Factory and axolotl convert it."""
+    """YAML 1.1 reads `1e-4`, without a dot, as text, and transformers' parser converts nothing: the optimizer raises.
+    TRL, LLaMA-Factory and axolotl convert it.
+    """
     for name, field in trainer_schema().fields.items():
         value = doc.get(name)
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
@@ -153,8 +155,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
 def not_indented(doc: Document) -> Iterator[Match]:
-    """A block that is empty, and a key of it on the line below at the same indentation: the block is null, and the key
-    an argument that nothing has."""
+    """A block is empty, and its keys follow at the same indentation: they are arguments that nothing has."""
     schema = trainer_schema()
     inner = {
         "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
@@ -172,7 +173,7 @@ def not_indented(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, TRAINER, library="transformers", fix="nothing")
 def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
-    """The Trainer's `fsdp_config` means FSDP2 unless its `version` is 1, and reads these keys of FSDP1 then only."""
+    """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
     if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
         for name in (*FSDP1_KEYS, "limit_all_gathers"):
             if fsdp_setting(doc, name) is not None:
@@ -191,8 +192,9 @@ def checkpointing_twice(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
 def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
-    """bitsandbytes stores 4-bit weights as uint8 unless told otherwise, and accelerate leaves those out of FSDP2's
-    sharding: every GPU holds the whole 4-bit model."""
+    """bitsandbytes stores 4-bit weights as uint8, and accelerate leaves those out of FSDP2's sharding: every GPU holds
+    the whole model.
+    """
     storage = as_enum(doc.get("bnb_4bit_quant_storage"))
     if (
         (uses_fsdp(doc) or launched_with_fsdp(doc))
@@ -206,9 +208,9 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
-    """Words in `fsdp` still work but are deprecated; they mean FSDP2 unless `fsdp_config` asks for version 1, and FSDP2
-    refuses the hybrid ones. In version 1 accelerate takes `FSDP_SHARDING_STRATEGY` of the environment, or FULL_SHARD,
-    whatever the word is."""
+    """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
+    the word.
+    """
     value = doc.get("fsdp")
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
         version, named = as_int(fsdp_setting(doc, "version", 2)), str(value).lower()
@@ -227,9 +229,9 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
     fix="sync_each_batch: true in accelerator_config's gradient_accumulation_kwargs",
 )
 def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
-    """With FSDP, the Trainer reduces gradients in the last accumulation step only: until then every GPU holds them
-    unsharded, 2 bytes per trained parameter in bf16 (16 GB for 8 billion). `sync_each_batch` reduces them in every
-    accumulation step: shards, and one reduce-scatter more for each."""
+    """With FSDP the Trainer reduces gradients in the last accumulation step only: until then each GPU holds them whole,
+    16 GB for 8 billion in bf16.
+    """
     steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
     chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
     if uses_fsdp(doc) and steps > 1 and not chosen:
@@ -246,9 +248,9 @@ def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
     fix="nothing: the toolkit's ranks agree on the step after which they save; or save regularly",
 )
 def jit_checkpoint(doc: Document) -> Iterator[Match]:
-    """`enable_jit_checkpoint` saves when SIGTERM arrives, and each rank decides by its own signal: ranks that get it in
-    different steps wait for each other forever. Nothing reads the mark of an incomplete checkpoint when a run
-    resumes."""
+    """`enable_jit_checkpoint` saves on SIGTERM, and each rank decides alone: ranks that get it in different steps wait
+    forever. An incomplete checkpoint is resumed all the same.
+    """
     key = "enable_jit_checkpoint"
     if as_bool(doc.get(key)):
         yield Match(key, "each rank saves after the step in which its own signal came", f"remove {key}")
@@ -263,8 +265,9 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
 def padding_free_ignored(doc: Document) -> Iterator[Match]:
-    """TRL's DPOTrainer warns in the log, and turns `padding_free` off: rows are padded. Its SFTTrainer turns it on
-    for rows that are packed with the default strategy, whatever the file says."""
+    """TRL's DPOTrainer warns, and turns `padding_free` off. Its SFTTrainer turns it on for packed rows, whatever the
+    file says.
+    """
     chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
     strategy = doc.get("packing_strategy", "bfd")
     if chosen and any(doc.has(key) for key in DPO_KEYS):
