@@ -35,8 +35,8 @@ from peer_jobs.turns import run_in_turns
 from peers import BASELINE, OURS, run_program
 from record import append_line, print_table, read_lines, spread, write_result
 
-from toolkit.cache import path_with_ninja
 from toolkit.compare.significance import mean_interval
+from toolkit.engines.compiled_ops import path_with_ninja
 
 TABLE, FIRST_STEP_TABLE = "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, accelerate_launch, read
 
-from toolkit.cache import path_with_ninja, torch_extensions_folder
+from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
 from toolkit.presets import load_preset
 from toolkit.presets.export import export_presets
 

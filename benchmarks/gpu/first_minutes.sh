@@ -33,7 +33,7 @@ export DS_BUILD_OPS=0 TORCH_CUDA_ARCH_LIST=9.0 PYTORCH_NVML_BASED_CUDA_CHECK=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 # DeepSpeed compiles the Adam of offloading presets in a minute: meanwhile the first steps run, which need none.
 if [[ " $* " != *" --tiny "* ]]; then
-  "$python" -c 'from toolkit.cache import use_cached_extensions; use_cached_extensions()
+  "$python" -c 'from toolkit.engines.compiled_ops import use_cached_extensions; use_cached_extensions()
 from deepspeed.ops.op_builder import CPUAdamBuilder
 CPUAdamBuilder().load(verbose=False)' >"$output/ops.log" 2>&1 &
 fi

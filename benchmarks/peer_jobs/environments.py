@@ -89,7 +89,7 @@ def can_import(python: Path, module: str) -> bool:
 
 def extensions_of(program: str, environments: Path) -> Path:
     """Return the folder of a program's compiled ops: one per environment, or they rebuild each other's."""
-    from toolkit.cache import torch_extensions_folder
+    from toolkit.engines.compiled_ops import torch_extensions_folder
 
     return environments / program / "torch_extensions" if REQUIREMENTS[program] else torch_extensions_folder()
 

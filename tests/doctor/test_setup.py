@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT, cpu_environment, run_warm
 
-from toolkit.cache import are_compiled, path_with_ninja
 from toolkit.doctor import node_packages, ops, precompiled
 from toolkit.doctor.node_packages import GPU_PACKAGES, left_out, main
+from toolkit.engines.compiled_ops import are_compiled, path_with_ninja
 from toolkit.errors import ToolkitError
 
 NO_REAL_GPU = pytest.mark.skipif(Path("/proc/driver/nvidia/gpus").is_dir(), reason="this node has GPUs of its own")

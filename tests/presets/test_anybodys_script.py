@@ -14,7 +14,7 @@ from accelerate.utils.environment import convert_dict_to_env_variables
 from launching import CPU_PRESETS, MESH_OPTIONS, ROOT, SCRIPTS, accelerate_launch, nightly, read, torchrun
 from scripts.write_presets import SHARED, expected_text
 
-from toolkit.cache import path_with_ninja, torch_extensions_folder
+from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
 from toolkit.presets import list_presets, load_preset
 
 YAMLS, JSONS = ROOT / "accelerate_configs", ROOT / "ds_configs"

@@ -18,7 +18,7 @@ import fork_server as server_module
 import pytest
 from fork_server import SERVER_VARIABLE, fork_process
 
-from toolkit.cache import path_with_ninja, torch_extensions_folder
+from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
 
 ROOT = Path(__file__).parents[2]
 # This checkout, `tests/warm_starts`, and packages that the caller brought in a folder.

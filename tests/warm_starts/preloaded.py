@@ -15,9 +15,9 @@ from multiprocessing import reduction
 from pathlib import Path
 from socket import socket
 
+from toolkit.engines.zero_process import import_muon_uncompiled
 from toolkit.observe.rank_process import (
     garbage_collector_off,
-    import_muon_uncompiled,
     prepare_environment,
     without_bitsandbytes,
 )

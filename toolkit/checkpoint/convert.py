@@ -23,8 +23,8 @@ from toolkit.checkpoint.hf_checkpoint import write_plain
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.engines.safe_loading import torch_load
 from toolkit.errors import ToolkitError
-from toolkit.files.safe_loading import torch_load
 from toolkit.hardware.disks import check_free_space
 from toolkit.job.job import Job
 from toolkit.parallel.layout import ParallelLayout

@@ -23,7 +23,7 @@ from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, Layout
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, group_hyperparameters
-from toolkit.files.safe_loading import DCP_METADATA, damage_reported, read_dcp_metadata, read_dcp_value
+from toolkit.engines.safe_loading import DCP_METADATA, damage_reported, read_dcp_metadata, read_dcp_value
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."

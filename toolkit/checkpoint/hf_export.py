@@ -30,10 +30,10 @@ from toolkit.checkpoint.model_definition import (
     no_adapter_config,
 )
 from toolkit.checkpoint.reader import CheckpointReader, listed
+from toolkit.engines.safe_loading import check_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import TOKENIZER, open_file, read_json
 from toolkit.files.model_weights import SavedTensor
-from toolkit.files.safe_loading import check_checkpoint
 from toolkit.hardware.disks import check_free_space, existing_folder
 from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
 from toolkit.record.folder import write_json

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from toolkit.checkpoint.inspect import Layout
+from toolkit.engines.safe_loading import torch_load
 from toolkit.errors import ToolkitError
-from toolkit.files.safe_loading import torch_load
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # A mapped page counts as this process's memory until its mapping is dropped.

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit._version import __version__
-from toolkit.cache import ASYNC_IO_OPS, are_compiled
 from toolkit.doctor.node_packages import find_nvcc
-from toolkit.doctor.ops import CPU_OPS, has_libaio_header
+from toolkit.doctor.ops import has_libaio_header
+from toolkit.engines.compiled_ops import which_are_compiled
 from toolkit.files.paths import cache_folder, home_folder
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.disks import disk_facts, existing_folder
@@ -74,7 +74,7 @@ def environment_report() -> dict[str, Any]:
         "network_interfaces": [path.name for path in entries_of(Path("/sys/class/net"))],
         "compilers": compiler_versions(),
         "libaio_header": has_libaio_header(),
-        "compiled_ops": compiled_ops(),
+        "compiled_ops": which_are_compiled(),
         **{name: node[name] for name in ("cpu", "cpu_count", "host_memory_bytes")},
         "cpu_limit": cpu_limit(),
         "memory_limit_bytes": memory_limit_bytes(),
@@ -194,12 +194,6 @@ def compiler_versions() -> dict[str, str | None]:
         lines = (output_of(str(program), "--version") or "").splitlines() if program else []
         versions[name] = next((line for line in lines if re.search(r"\d+\.\d+", line)), None)  # nvcc: last but one
     return versions
-
-
-def compiled_ops() -> dict[str, bool]:
-    """Return whether each of DeepSpeed's CPU ops is compiled; empty without torch or DeepSpeed."""
-    has_both = installed_version("torch") is not None and installed_version("deepspeed") is not None
-    return {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)} if has_both else {}
 
 
 def filesystem_bytes(folder: Path) -> int | None:

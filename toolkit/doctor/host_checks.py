@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 
-from toolkit import cache
 from toolkit.doctor import environment_report as report
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
-from toolkit.doctor.environment_report import SHARED_MEMORY, compiled_ops, described_disks
+from toolkit.doctor.environment_report import SHARED_MEMORY, described_disks
 from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
-from toolkit.doctor.ops import CPU_OPS, check_compiler, has_libaio_header, stale_locks
+from toolkit.doctor.ops import check_compiler, has_libaio_header, stale_locks
+from toolkit.engines import compiled_ops
 from toolkit.hardware import node as limits
 from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
 from toolkit.hardware.system_text import text_of
@@ -297,12 +297,12 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     """libaio and DeepSpeed's async_io, and the disk of `--nvme-path`: file system, direct I/O."""
     preset, path = node.preset, node.options.nvme_path
     uses_nvme = preset is not None and "nvme" in (preset.offload_optimizer, preset.offload_param)
-    header, compiled = has_libaio_header(), all(compiled_ops().get(op) for op in cache.ASYNC_IO_OPS)
+    header, compiled = has_libaio_header(), compiled_ops.are_compiled(compiled_ops.ASYNC_IO_OPS)
     outcome.measured = {"libaio_header": header, "async_io_compiled": compiled, "path": path}
     if not compiled:
         what = "DeepSpeed's async_io is not compiled" if header else "libaio's header is missing"
-        fix, level = cache.COMPILE_ASYNC_IO if header else cache.INSTALL_LIBAIO, ERROR if uses_nvme else NOTE
-        outcome.add(level, f"NVMe offload: {what}", None, None, fix)
+        fix = compiled_ops.COMPILE_ASYNC_IO if header else compiled_ops.INSTALL_LIBAIO
+        outcome.add(ERROR if uses_nvme else NOTE, f"NVMe offload: {what}", None, None, fix)
     with outcome.refusals():
         if uses_nvme and (header or compiled):  # a missing header has the same fix
             nvme.check_libaio()
@@ -420,13 +420,13 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
-    compiled = compiled_ops()
-    outcome.measured = {"folder": str(cache.extensions_folder()), **compiled}
+    compiled = compiled_ops.which_are_compiled()
+    outcome.measured = {"folder": str(compiled_ops.extensions_folder()), **compiled}
     with outcome.refusals():
-        cache.check_extensions_folder()
+        compiled_ops.check_extensions_folder()
     for lock in stale_locks():
         what = f"a compilation of {lock.parent.name} was killed: every run waits for its lock, without a message"
         outcome.add(ERROR, what, None, None, f"rm {lock}")
-    if missing := [op for op in CPU_OPS if not compiled.get(op, True)]:
+    if missing := [op for op in compiled_ops.CPU_OPS if not compiled.get(op, True)]:
         what = "DeepSpeed's CPU ops are not compiled, and the first run waits for them"
         outcome.add(NOTE, what, ", ".join(missing), None, "python -m toolkit.doctor.ops")

@@ -23,16 +23,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit import cache
-from toolkit.cache import ASYNC_IO_OPS, are_compiled, check_extensions_folder, extensions_folder, path_with_ninja
+from toolkit.engines import compiled_ops
+from toolkit.engines.compiled_ops import (
+    ASYNC_IO_OPS,
+    CPU_OPS,
+    are_compiled,
+    check_extensions_folder,
+    extensions_folder,
+    path_with_ninja,
+)
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.installation import require
 from toolkit.presets.spec import PresetSpec
-
-# Library of the op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
-# collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
-CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 # Direct disk I/O for NVMe offload; separate because it needs libaio's header.
 ASYNC_IO_BUILDERS = dict(zip(ASYNC_IO_OPS, ("PinMemoryBuilder", "AsyncIOBuilder"), strict=True))
@@ -42,7 +45,7 @@ _LOAD_CODE = "import sys; from toolkit.doctor.ops import load_ops; load_ops(sys.
 
 def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
     """Compile the ops that are missing. Raises ToolkitError where that fails, and for a folder of others."""
-    require("torch", "deepspeed")
+    require(*compiled_ops.LIBRARIES)
     check_extensions_folder()
     folder = extensions_folder()
     if are_compiled(builders):
@@ -66,7 +69,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
         started = time.monotonic()
         _compile_in_child_process(folder / "compile.log", list(missing.values()))
         for op in missing:
-            cache.op_library(folder, op).touch()
+            compiled_ops.op_library(folder, op).touch()
         print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
 
 
@@ -80,7 +83,7 @@ def compile_for_run(presets: Iterable[PresetSpec], *, on_cpu: bool) -> None:
 
 def load_ops(builders: Sequence[str]) -> None:
     """Load each op, which compiles it if necessary. Imports torch and DeepSpeed."""
-    cache.use_cached_extensions()
+    compiled_ops.use_cached_extensions()
     check_extensions_folder()
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder import cpu
@@ -151,7 +154,7 @@ def main(argv: Sequence[str] = ()) -> int:
     builders = CPU_OPS | (ASYNC_IO_BUILDERS if argv and has_libaio_header() else {})
     code = exit_code_of(lambda: compile_ops(builders))
     if argv and not code and builders == CPU_OPS:
-        fix = f"{cache.INSTALL_LIBAIO}, then `{cache.COMPILE_ASYNC_IO}`"
+        fix = f"{compiled_ops.INSTALL_LIBAIO}, then `{compiled_ops.COMPILE_ASYNC_IO}`"
         print_message(f"without NVMe offload: libaio.h is missing; {fix}")
     return code
 

@@ -16,7 +16,18 @@ from toolkit.models.shape import Tensor
 
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-OFFLOAD_BLOCKS = ("offload_optimizer", "offload_param")
+# accelerate fills `"nvme_path": "auto"` of a block from these; `accelerate launch` sets neither from its own flags.
+NVME_VARIABLES = {
+    "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+}
+# What its checkpoints hold beside tensors and plain containers.
+CHECKPOINT_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/config.py`)
@@ -27,6 +38,12 @@ OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard":
 
 PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 NORM_BYTES = 8  # gradient norms are in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
+
+
+def nvme_blocks(zero_block: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the offload blocks of a `zero_optimization` block whose device is NVMe."""
+    blocks = {name: zero_block.get(name) or {} for name in NVME_VARIABLES}
+    return {name: block for name, block in blocks.items() if block.get("device") == "nvme"}
 
 
 def partition_share(elements: int, *, ranks: int) -> int:
@@ -101,7 +118,7 @@ class Zero(Engine):
         # ZeRO++ keeps a second copy of the parameters within groups of this many ranks; 1 means none.
         hpz = int(zero.get("zero_hpz_partition_size", 1))
         quantized = [key for key in QUANTIZED_KEYS if zero.get(key)]
-        devices = {block: (zero.get(block) or {}).get("device", "none") for block in OFFLOAD_BLOCKS}
+        devices = {block: (zero.get(block) or {}).get("device", "none") for block in NVME_VARIABLES}
         # `auto` in a precision block leaves the value to `TrainingArguments`, but still names the precision.
         enabled = [name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled") in (True, "auto")]
         return super().preset_fields(config, settings, parallel) | {

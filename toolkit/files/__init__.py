@@ -3,7 +3,7 @@
 - `read_text`, `open_file` of `toolkit.files.documents`: regular files up to a size
 - `read_json`, `read_json_lines`, `read_configuration` beside them: values, bounded in number and depth
 - `read_header` of `toolkit.files.model_weights`: names, dtypes and shapes
-- `torch_load` of `toolkit.files.safe_loading`: tensors
+- `torch_load` of `toolkit.engines.safe_loading`: tensors
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import check_extensions_folder, torch_extensions_folder
+from toolkit.engines.compiled_ops import check_extensions_folder, torch_extensions_folder
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
 from toolkit.hardware.shared_gpu import RANKS_PER_GPU_VARIABLE
 from toolkit.launch.options import TrainOptions

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+from toolkit.engines.compiled_ops import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+from toolkit.engines.zero import nvme_blocks
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_header
 from toolkit.files.paths import user_path
@@ -22,14 +23,10 @@ from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_o
 from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.launch.command import NVME_PATH_VARIABLE
+from toolkit.presets.shard_bytes import zero_block
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import gib
 
-# accelerate fills `"nvme_path": "auto"` from these; `accelerate launch` sets neither from its own flags.
-ACCELERATE_VARIABLES = {
-    "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-}
 NVME_PATH_HINT = f"`toolkit train --nvme-path DIR`, or {NVME_PATH_VARIABLE}=DIR in the environment"
 # Bytes on disk for each trained parameter, fp32: master, momentum and variance; and the gradient on its way to them.
 OPTIMIZER_BYTES = 12
@@ -98,7 +95,7 @@ def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
 
     Raises ToolkitError where no disk is given, or the preset's file fixes one.
     """
-    blocks = nvme_blocks((preset.deepspeed_config() or {}).get("zero_optimization") or {})
+    blocks = nvme_blocks(zero_block(preset))
     if not blocks:
         return None
     for name, block in blocks.items():
@@ -159,7 +156,7 @@ def needed_bytes(preset: PresetSpec, job: Job, *, cpu: bool) -> int | None:
     if not files:
         return None
     params = sum(tensor.elements for file in files for tensor in read_header(file).values())
-    blocks = nvme_blocks((preset.deepspeed_config() or {})["zero_optimization"])
+    blocks = nvme_blocks(zero_block(preset))
     trained = 0 if job.is_lora else params  # adapters are small beside their base
     optimizer = trained * (OPTIMIZER_BYTES + GRADIENT_BYTES) if "offload_optimizer" in blocks else 0
     held = params * (PARAM_BYTES_CPU if cpu else PARAM_BYTES_GPU) if "offload_param" in blocks else 0
@@ -183,9 +180,3 @@ def swap_folder(nvme_path: Path, run_id: str) -> Path:
     DeepSpeed empties its parameter folder when it starts, so two runs must never share one.
     """
     return nvme_path / f"finetune-toolkit-{run_id}"
-
-
-def nvme_blocks(zero: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the offload blocks of a `zero_optimization` block whose device is NVMe."""
-    blocks = {name: zero.get(name) or {} for name in ACCELERATE_VARIABLES}
-    return {name: block for name, block in blocks.items() if block.get("device") == "nvme"}

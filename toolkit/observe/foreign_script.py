@@ -29,6 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.zero_process import join_group_when_configured
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
 from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops
 from toolkit.observe.early_stopping import EarlyStopping
@@ -362,23 +363,15 @@ def make_cpu_group(ranks: int) -> None:
     if torch.cuda.is_available() or ranks < 2:
         return
     from accelerate import PartialState
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     enable_fsdp_on_cpu(for_any_script=True)
-    make, configure, destroy = PartialState.__init__, HfDeepSpeedConfig.__init__, dist.destroy_process_group
+    join_group_when_configured()
+    make, destroy = PartialState.__init__, dist.destroy_process_group
 
     @functools.wraps(make)
     def init(self: Any, cpu: bool = True, **kwargs: Any) -> None:
         del cpu
         make(self, cpu=True, **kwargs)
-
-    @functools.wraps(configure)
-    def join_group(self: Any, *args: Any, **kwargs: Any) -> None:
-        """ZeRO-3 divides a model while it is loaded, by DeepSpeed's own view of the group."""
-        import deepspeed
-
-        configure(self, *args, **kwargs)
-        deepspeed.init_distributed("gloo")
 
     @functools.wraps(destroy)
     def keep_and_destroy(group: Any = None) -> None:
@@ -386,5 +379,4 @@ def make_cpu_group(ranks: int) -> None:
         _DESTROYED_GROUPS.append(group or dist.group.WORLD)
         destroy(group)
 
-    PartialState.__init__, HfDeepSpeedConfig.__init__ = init, join_group
-    dist.destroy_process_group = keep_and_destroy
+    PartialState.__init__, dist.destroy_process_group = init, keep_and_destroy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from toolkit.cache import cache_cpu_info, path_with_ninja, use_cached_extensions
+from toolkit.engines.compiled_ops import cache_cpu_info, path_with_ninja, use_cached_extensions
 from toolkit.errors import EXIT_DONE
 from toolkit.hardware.shared_gpu import nccl_version, rank_variables, sharing_ranks
 from toolkit.record.folder import PREPARED_VARIABLE, RunFolder
@@ -131,27 +130,6 @@ def without_bitsandbytes() -> Iterator[None]:
             for name in ("is_bnb_available", "is_bnb_4bit_available", "is_bitsandbytes_available"):
                 if (check := getattr(sys.modules.get(module), name, None)) is not None:
                     check.cache_clear()
-
-
-def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, as every ZeRO run does, so that it is compiled when it is called and not when defined.
-
-    torch.compile imports inductor: 1.4 CPU-seconds and 45 MiB per rank. Does nothing where DeepSpeed has no Muon.
-    """
-    from deepspeed.runtime import compiler
-
-    compile_now = compiler.compile
-    compiler.compile = lambda: lambda function: _compiled_when_called(function, compile_now())
-    try:
-        with suppress(ImportError):
-            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    finally:
-        compiler.compile = compile_now
-
-
-def _compiled_when_called(function: Callable[..., Any], decorator: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = functools.cache(lambda: decorator(function))
-    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cache import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.engines import sharded_at_load, split_sequences
+from toolkit.engines.compiled_ops import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.engines.fsdp2 import FSDP_CONFIG_KEYS
 from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.zero_process import join_group_on_cpu
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json_object
 from toolkit.job.accumulation import chosen_accumulate, with_accumulate
@@ -261,7 +262,4 @@ def _prepare_cpu(preset: PresetSpec) -> None:
         use_cached_extensions()
         check_extensions_folder()
         os.environ["PATH"] = path_with_ninja()
-        import deepspeed
-
-        if not deepspeed.comm.is_initialized():  # `zero.Init` would otherwise read a world size of 1
-            deepspeed.init_distributed("gloo")
+        join_group_on_cpu()

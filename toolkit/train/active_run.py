@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.files.safe_loading import check_checkpoint, load_only_known_classes
+from toolkit.engines.safe_loading import check_checkpoint, load_only_known_classes
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.launch import resume
 from toolkit.observe.hang_detection import Watchdog
@@ -127,7 +127,7 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
     if not job.resumes:
         return None
     if not job.trust_pickle:
-        load_only_known_classes(deepspeed=training.deepspeed_plugin is not None)
+        load_only_known_classes(training)
     target = None
     if launch.preset is not None:
         target = resume.TrainingRun(preset=launch.preset, job=job, num_processes=training.world_size)

@@ -20,10 +20,11 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from toolkit.cache import check_extensions_folder
-from toolkit.engines import fsdp2_on_cpu
+from toolkit.engines import fsdp2_on_cpu, zero_process
+from toolkit.engines.compiled_ops import check_extensions_folder
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import compute_dtype
+from toolkit.engines.zero import NVME_VARIABLES
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file, user_path
 from toolkit.files.secrets import UnwrittenText, hide_secrets, hide_words, is_secret_name, restore_secrets
@@ -31,11 +32,10 @@ from toolkit.job.accumulation import SHARDED, with_accumulate
 from toolkit.job.global_batch import WARMUP_SHARE, ScaledRate, global_batch_size, scaled_rate, with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch import command
-from toolkit.launch.nvme import ACCELERATE_VARIABLES, swap_folder
+from toolkit.launch.nvme import swap_folder
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, MUON
 from toolkit.observe.progress import Progress
-from toolkit.observe.rank_process import import_muon_uncompiled
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets import training_arguments
@@ -152,12 +152,12 @@ def set_up_libraries(progress: Progress) -> None:
     fsdp2_on_cpu.enable_fsdp_on_cpu()
     # As DeepSpeed's own launcher does: otherwise it runs `numactl` each time that it counts the devices of a CPU node.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *ACCELERATE_VARIABLES.values())]
+    candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *NVME_VARIABLES.values())]
     if (disk := next(filter(None, candidates), None)) is not None:
         # The ranks of a node agree on the run's own folder: they share the launcher's id, or the launcher itself.
         run_id = os.environ.get(command.RUN_ID_VARIABLE) or f"pid{os.getppid()}"
         progress.swap_folder = swap_folder(user_path(disk).absolute(), run_id)
-        os.environ.update(dict.fromkeys(ACCELERATE_VARIABLES.values(), str(progress.swap_folder)))
+        os.environ.update(dict.fromkeys(NVME_VARIABLES.values(), str(progress.swap_folder)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,8 +200,7 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
             raise ToolkitError(f"--{name} is missing", hint=f"add `--{name} ...`, or `{name}: ...` in a YAML file")
     if not torch.cuda.is_available():
         # With ACCELERATE_USE_CPU, accelerate turns a DeepSpeed run into DDP.
-        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        os.environ["ACCELERATE_USE_CPU"] = "false" if deepspeed else "true"
+        os.environ["ACCELERATE_USE_CPU"] = "false" if zero_process.is_launched() else "true"
     on_cpu = job.use_cpu or not torch.cuda.is_available()
     warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
     if job.async_save and launch.preset is None and not uses_fsdp():
@@ -222,8 +221,8 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
         if rate.learning_rate > rate.base_learning_rate and "warmup_steps" not in job.given:
             values["warmup_steps"] = WARMUP_SHARE
     training = _training_arguments(job.trainer_values | values)
-    if training.deepspeed_plugin is not None:
-        import_muon_uncompiled()
+    if zero_process.is_used(training):
+        zero_process.import_muon_uncompiled()
     if launch.preset is not None and not launch.preset.traits.needs_launcher:
         training._n_gpu = min(training._n_gpu, 1)  # with several visible GPUs the Trainer would run DataParallel
     attention = choose_attention(job, compute_dtype=compute_dtype(training), on_cpu=bool(training.use_cpu))

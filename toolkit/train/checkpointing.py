@@ -12,10 +12,10 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
+from toolkit.engines.safe_loading import torch_load
 from toolkit.engines.tensors import innermost_optimizer, uncompiled
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_weights
-from toolkit.files.safe_loading import torch_load
 from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER, FINGERPRINT
 from toolkit.record.folder import write_json
 

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.engines.tensors import compute_dtype, dtype_name, num_trainable_params
+from toolkit.engines.zero_process import offload_blocks
 from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
 from toolkit.models.optimizers import MUON
@@ -37,7 +38,7 @@ from toolkit.train.data.packing import check_model_packs, verify_packing
 from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, hook_name
 from toolkit.train.engine.compiled_layers import compile_layers, start_compiler
 from toolkit.train.engine.muon import make_muon
-from toolkit.train.engine.nvme_offload import NvmeOffload, offload_blocks
+from toolkit.train.engine.nvme_offload import NvmeOffload
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses, read
 
-from toolkit.cache import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+from toolkit.engines.compiled_ops import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 
 HAS_LIBAIO = ctypes.util.find_library("aio") is not None
 

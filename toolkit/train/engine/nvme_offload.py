@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from toolkit.engines.zero_process import offload_blocks, set_changed_blocks
 from toolkit.errors import ToolkitError
-from toolkit.launch.nvme import NVME_PATH_HINT, nvme_blocks
+from toolkit.launch.nvme import NVME_PATH_HINT
 from toolkit.observe.observed_run import ObservedRun, barrier
 from toolkit.train.arguments import Arguments
 from toolkit.train.model.loading import model_without_weights
@@ -17,7 +18,7 @@ from toolkit.train.model.loading import model_without_weights
 
 def size_swap_buffers(arguments: Arguments) -> None:
     """Size DeepSpeed's swap buffers, before loading swaps already. Raises ToolkitError if NVMe offload has no disk."""
-    plugin, blocks = arguments.training.deepspeed_plugin, offload_blocks(arguments.training)
+    blocks = offload_blocks(arguments.training)
     for name, block in blocks.items():
         if str(block.get("nvme_path", "none")) in ("none", "auto"):
             raise ToolkitError(f"{name} is on NVMe, and no disk is named", hint=NVME_PATH_HINT)
@@ -33,13 +34,7 @@ def size_swap_buffers(arguments: Arguments) -> None:
         sizes["buffer_count"] = max(2, *map(len, gathered))
         param |= {name: value for name, value in sizes.items() if param.get(name, "auto") == "auto"}
     if blocks:
-        plugin.set_deepspeed_weakref()  # what `from_pretrained` reads is a copy
-
-
-def offload_blocks(training: Any) -> dict[str, dict[str, Any]]:
-    """Return the blocks of the DeepSpeed configuration in effect that offload to NVMe, by name."""
-    plugin = training.deepspeed_plugin
-    return {} if plugin is None else nvme_blocks(plugin.deepspeed_config.get("zero_optimization") or {})
+        set_changed_blocks(arguments.training)
 
 
 class NvmeOffload(TrainerCallback):  # type: ignore[misc]

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.functional import pad
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from toolkit.engines.safe_loading import torch_load
 from toolkit.engines.tensors import dtype_names
-from toolkit.files.safe_loading import torch_load
 from toolkit.observe.batches import BATCH_FACTS, IGNORED
 from toolkit.parallel.layout import DIMENSIONS
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, ONE_F_ONE_B

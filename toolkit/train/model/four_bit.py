@@ -25,12 +25,12 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from transformers import PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.utils import logging
 
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import constants, quantized_modules
+from toolkit.engines.zero_process import shard_loaded, shards_while_loading
 from toolkit.models.nf4 import NF4_BLOCK, NF4_SECOND_BLOCK, NF4_SECOND_TABLE, NF4_TABLE, QUANT_TYPE
 from toolkit.models.nf4_experts import fused_experts, stand_in
 
@@ -109,10 +109,8 @@ def make_shardable(model: Any) -> None:
         for module in linear:
             packed = module.weight.data.as_subclass(torch.Tensor)
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
-    if is_deepspeed_zero3_enabled():
-        import deepspeed
-
-        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
+    if shards_while_loading():
+        shard_loaded(model)
 
 
 def _expected_from_rank_0(weight: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, QuantState]:

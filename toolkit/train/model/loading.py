@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.sharded_at_load import distributed_config
+from toolkit.engines.zero_process import shard_no_more_models, shards_while_loading
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files.documents import read_text
 from toolkit.files.paths import user_path
@@ -137,7 +137,7 @@ def prepare_model(
 
 
 def _is_sharded_4_bit(arguments: ModelArguments) -> bool:
-    return arguments.load_in_4bit and (is_deepspeed_zero3_enabled() or uses_fsdp())
+    return arguments.load_in_4bit and (shards_while_loading() or uses_fsdp())
 
 
 def with_lora(model: Any, arguments: ModelArguments, checkpoint: Path | None) -> Any:
@@ -157,7 +157,7 @@ def with_lora(model: Any, arguments: ModelArguments, checkpoint: Path | None) ->
             **fields,
         )
         # ZeRO-3 computes with adapters as they are, and keeps their fp32 masters itself.
-        return get_peft_model(model, config, autocast_adapter_dtype=not is_deepspeed_zero3_enabled())
+        return get_peft_model(model, config, autocast_adapter_dtype=not shards_while_loading())
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         given = f" with {', '.join(f'{name}={value}' for name, value in fields.items())}" if fields else ""
         what, hint = " ".join(str(error).split()), "see `--lora_target_modules` and `--lora_config`"
@@ -198,7 +198,7 @@ def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
 
     ZeRO-3 shards weights in the compute dtype as they are loaded, and keeps fp32 masters of the trained ones.
     """
-    if is_deepspeed_zero3_enabled():
+    if shards_while_loading():
         return
     for parameter in model.parameters():
         dtype = torch.float32 if parameter.requires_grad else compute_dtype
@@ -208,7 +208,7 @@ def cast_weights(model: Any, compute_dtype: torch.dtype) -> None:
 
 def model_without_weights(arguments: ModelArguments) -> Any:
     """Return the model on the meta device."""
-    unset_hf_deepspeed_config()  # under ZeRO-3 `from_config` would shard the model
+    shard_no_more_models()
     config = from_pretrained(AutoConfig, arguments)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=arguments.trust_remote_code)

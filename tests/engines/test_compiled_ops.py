@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import run_command
 
-from toolkit.cache import check_extensions_folder, instruction_sets, torch_extensions_folder
+from toolkit.engines.compiled_ops import check_extensions_folder, instruction_sets, torch_extensions_folder
 from toolkit.errors import ToolkitError
 
 
@@ -63,6 +63,6 @@ def test_compiled_ops_are_kept_apart_for_cpus_with_other_instruction_sets(
     assert instruction_sets(zen4) == ("avx2", "avx512_bf16", "sse4_2")
     folders = {torch_extensions_folder()}
     for cpu in (zen4, zen2):
-        monkeypatch.setattr("toolkit.cache.instruction_sets", functools.partial(instruction_sets, cpu))
+        monkeypatch.setattr("toolkit.engines.compiled_ops.instruction_sets", functools.partial(instruction_sets, cpu))
         folders.add(torch_extensions_folder())
     assert len(folders) == 3

@@ -16,6 +16,10 @@ from toolkit.errors import ToolkitError
 from toolkit.files.paths import cache_folder
 from toolkit.versions import installed_version
 
+LIBRARIES = ("torch", "deepspeed")
+# Library of an op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
+# collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
+CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
 # Instruction sets that a compiler uses with `-march=native`, by the beginning of their names on x86 and Arm.
@@ -30,7 +34,7 @@ def torch_extensions_folder() -> Path:
     Environments that share a folder rebuild each other's ops. DeepSpeed compiles for the CPU at hand
     (`-march=native`): on a node with an older CPU that shares the home folder, its ops would end in SIGILL.
     """
-    libraries = " ".join(f"{library} {installed_version(library)}" for library in ("torch", "deepspeed"))
+    libraries = " ".join(f"{library} {installed_version(library)}" for library in LIBRARIES)
     environment = f"{sys.prefix} {sys.version_info[:2]} {libraries} {' '.join(instruction_sets())}"
     return cache_folder() / "torch_extensions" / hashlib.sha256(environment.encode()).hexdigest()[:12]
 
@@ -88,13 +92,22 @@ def check_extensions_folder() -> None:
 
 def are_compiled(ops: Collection[str]) -> bool:
     """Return True if each of these DeepSpeed ops is compiled; only files are inspected. False without DeepSpeed."""
-    if installed_version("torch") is None or installed_version("deepspeed") is None:
+    if None in map(installed_version, LIBRARIES):
         return False
     folder = extensions_folder()
-    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in ("torch", "deepspeed")]
+    sources = [Path(str(distribution(name).locate_file(f"{name}/__init__.py"))) for name in LIBRARIES]
     newest = max(source.stat().st_mtime for source in sources)  # newer than its op: ninja would compile it again
     libraries = [op_library(folder, op) for op in ops if not (folder / op / "lock").exists()]  # while torch compiles it
     return len(libraries) == len(ops) and all(each.is_file() and each.stat().st_mtime >= newest for each in libraries)
+
+
+def which_are_compiled() -> dict[str, bool]:
+    """Return whether each op for the CPU is compiled; empty without torch or DeepSpeed."""
+    return (
+        {}
+        if None in map(installed_version, LIBRARIES)
+        else {op: are_compiled([op]) for op in (*CPU_OPS, *ASYNC_IO_OPS)}
+    )
 
 
 def op_library(folder: Path, op: str) -> Path:

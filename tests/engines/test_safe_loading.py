@@ -19,8 +19,7 @@ import pytest
 import torch
 from launching import toolkit
 
-from toolkit.errors import ToolkitError
-from toolkit.files.safe_loading import (
+from toolkit.engines.safe_loading import (
     DCP_METADATA,
     NEVER_LOADED,
     PICKLE_SUFFIXES,
@@ -29,6 +28,7 @@ from toolkit.files.safe_loading import (
     read_dcp_metadata,
     torch_load,
 )
+from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import checkpoint_files, commit_checkpoint, file_entries, list_checkpoints
 
 
@@ -132,9 +132,9 @@ def test_a_library_that_loads_everything_is_held_to_the_lists_too(tmp_path: Path
     path = write(tmp_path / "model_states.pt", saved({"x": payload(tmp_path)}))
     write(tmp_path / DCP_METADATA, pickle.dumps({"x": payload(tmp_path)}))
     code = (
-        "import sys, torch; from pathlib import Path; import torch.distributed.checkpoint as dcp;"
+        "import sys, types, torch; from pathlib import Path; import torch.distributed.checkpoint as dcp;"
         f"from {load_only_known_classes.__module__} import load_only_known_classes;"
-        "load_only_known_classes(deepspeed=False)\n"
+        "load_only_known_classes(types.SimpleNamespace(deepspeed_plugin=None))\n"
         "for load in (lambda: torch.load(sys.argv[1], weights_only=False),"
         " lambda: dcp.FileSystemReader(sys.argv[2]).read_metadata()):\n"
         "  try: load()\n"

@@ -20,17 +20,13 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from toolkit.engines import zero_process
+from toolkit.engines.zero import CHECKPOINT_CLASSES
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import open_file, read_bytes, read_folder_name
 
-DEEPSPEED_CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
 ENGINE_CLASSES = (
-    *DEEPSPEED_CLASSES,
+    *CHECKPOINT_CLASSES,
     *("torchao.optim.subclass_4bit.OptimState4bit", "torchao.optim.subclass_8bit.OptimState8bit"),
     # The random states, which the Trainer loads with a list of its own.
     *("numpy.dtype", "numpy.ndarray", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
@@ -66,14 +62,14 @@ def check_checkpoint(folder: Path) -> None:
             _engine_classes_in(path)
 
 
-def load_only_known_classes(*, deepspeed: bool) -> None:
+def load_only_known_classes(training: Any) -> None:
     """From here on let no library of this process unpickle anything but tensors and the classes on these lists.
 
     DeepSpeed and torch's distributed checkpoints load with `weights_only=False`.
     """
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    if deepspeed:
-        torch.serialization.add_safe_globals([_imported(name) for name in DEEPSPEED_CLASSES])
+    if zero_process.is_used(training):
+        torch.serialization.add_safe_globals([_imported(name) for name in CHECKPOINT_CLASSES])
     setattr(FileSystemReader, "read_metadata", _read_metadata)  # noqa: B010  (mypy takes no assignment to a method)
 
 
