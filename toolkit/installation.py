@@ -25,6 +25,8 @@ EXTRAS = {
     "numpy": "simulate",
     "mcp": "mcp",
 }
+# They decide what a run computes.
+LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft")
 TRAIN = ("torch", "transformers", "accelerate", "peft", "datasets")
 # The least and the first too new version of each, as in pyproject.toml.
 RANGES = {

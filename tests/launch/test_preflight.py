@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from model_configs import TINY
 
+from toolkit.engines.registry import ENGINES
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.launch import preflight
@@ -128,9 +129,9 @@ def test_columns_are_checked_before_a_process_starts(model: Path, tmp_path: Path
 
 def test_the_estimated_size_of_the_saved_files(model: Path) -> None:
     arguments = {"model_name_or_path": str(model), "max_steps": "4", "save_steps": "1"}
-    assert preflight.saved_bytes(Job.from_values(arguments), engine="ddp") == 1000 + 4 * 3000
-    assert preflight.saved_bytes(Job.from_values(arguments | {"save_model": "false"}), engine="deepspeed") == 4 * 5000
-    assert preflight.saved_bytes(Job.from_values(arguments | {"lora_r": "8"}), engine="ddp") == 0
+    assert preflight.saved_bytes(Job.from_values(arguments), ENGINES["ddp"]) == 1000 + 4 * 3000
+    assert preflight.saved_bytes(Job.from_values(arguments | {"save_model": "false"}), ENGINES["deepspeed"]) == 4 * 5000
+    assert preflight.saved_bytes(Job.from_values(arguments | {"lora_r": "8"}), ENGINES["ddp"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, ro
 def check_output(output_dir: object, **arguments: object) -> Path:
     """Check the output folder of a job whose model is `model`, in the working directory."""
     given = {"model_name_or_path": "model", "output_dir": str(output_dir), **arguments}
-    return preflight.check_output(Job.from_values(given))
+    return preflight.check_output(Job.from_values(given), ENGINES["deepspeed"])
 
 
 @pytest.mark.parametrize(("place", "what"), [("/", "the root of the file system"), ("~", "the home folder")])

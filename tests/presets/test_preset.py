@@ -181,7 +181,7 @@ def test_settings_in_the_yaml_itself_are_read_in_every_form_that_accelerate_take
     preset = load_preset(str(write(tmp_path / "mine.yaml", block)))
     assert (preset.sharding, preset.mixed_precision, preset.deepspeed_config_path) == ("shard_optimizer", "bf16", None)
     assert preset.deepspeed_config() == SETTINGS
-    assert preset.deepspeed_argument == json.dumps(SETTINGS)
+    assert preset.settings_argument == json.dumps(SETTINGS)
 
 
 DDP, FSDP, DEEPSPEED = (f"distributed_type: {name}\n" for name in ("MULTI_GPU", "FSDP", "DEEPSPEED"))

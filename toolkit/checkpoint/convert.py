@@ -18,12 +18,15 @@ import torch
 
 from toolkit.checkpoint import hf_export
 from toolkit.checkpoint.dcp_checkpoint import write_at_load, write_dcp
-from toolkit.checkpoint.deepspeed_checkpoint import write_universal
 from toolkit.checkpoint.hf_checkpoint import write_plain
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
 from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.zero_checkpoint import write_universal
+from toolkit.engines.ddp import Ddp, Single
+from toolkit.engines.fsdp2 import Fsdp2
 from toolkit.engines.safe_loading import torch_load
+from toolkit.engines.zero import Zero
 from toolkit.errors import ToolkitError
 from toolkit.hardware.disks import check_free_space
 from toolkit.job.job import Job
@@ -34,7 +37,7 @@ from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_c
 
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
-WRITERS = {"deepspeed": write_universal, "fsdp2": write_dcp, "ddp": write_plain, "none": write_plain}
+WRITERS = {Zero.name: write_universal, Fsdp2.name: write_dcp, Ddp.name: write_plain, Single.name: write_plain}
 # Entries of torch's schedules with one value per parameter group.
 RATES = ("base_lrs", "_last_lr", "lr_lambdas")
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.dcp_checkpoint import AtLoadReader, DcpReader
-from toolkit.checkpoint.deepspeed_checkpoint import DeepSpeedReader
 from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, PlainReader, WeightFiles, stored_tensors, write_model
 from toolkit.checkpoint.inspect import check_readable, detect, newest_of_script
 from toolkit.checkpoint.model_definition import (
@@ -30,7 +29,10 @@ from toolkit.checkpoint.model_definition import (
     no_adapter_config,
 )
 from toolkit.checkpoint.reader import CheckpointReader, listed
+from toolkit.checkpoint.zero_checkpoint import ZeroReader
+from toolkit.engines.fsdp2 import Fsdp2
 from toolkit.engines.safe_loading import check_checkpoint
+from toolkit.engines.zero import Zero
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import TOKENIZER, open_file, read_json
 from toolkit.files.model_weights import SavedTensor
@@ -46,7 +48,7 @@ MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OTHER_CONFIG = "if its config.json is another model's: `--base-model FOLDER` with that of the trained one"
 _READERS: dict[str, Callable[..., Any]] = {
-    **{"deepspeed": DeepSpeedReader, "fsdp2": DcpReader, "at_load": AtLoadReader},
+    **{Zero.name: ZeroReader, Fsdp2.name: DcpReader, "at_load": AtLoadReader},
     **{"plain": PlainReader, "pipeline": PlainReader},
 }
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.engines.ddp import Ddp
+from toolkit.engines.fsdp2 import Fsdp2
+from toolkit.engines.zero import Zero
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_folder_name
 from toolkit.parallel.layout import ParallelLayout
@@ -31,7 +34,7 @@ FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LATEST_UNIVERSAL = "latest_universal"
-_LATEST = {LATEST_UNIVERSAL: "universal", "latest": "deepspeed"}
+_LATEST = {LATEST_UNIVERSAL: "universal", "latest": Zero.name}
 # Written by other training programs, or with options that no preset uses.
 _UNSUPPORTED = {
     "pytorch_model_fsdp.bin": "FSDP's FULL_STATE_DICT; presets write SHARDED_STATE_DICT",
@@ -83,7 +86,7 @@ def check_readable(path: Path) -> None:
     """Raise ToolkitError for a checkpoint in DeepSpeed's universal layout, which only DeepSpeed reads."""
     if (path / LATEST_UNIVERSAL).is_file():
         raise ToolkitError(
-            f"{path} was converted for a DeepSpeed preset, and cannot be read again",
+            f"{path} was converted for a preset of ZeRO, and cannot be read again",
             hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
         )
 
@@ -176,8 +179,8 @@ def inspect_checkpoint(path: Path) -> CheckpointSummary:
     layout, engine, problem, state = None, None, None, "no manifest: completeness unknown"
     try:
         layout = detect(path)
-        plain = "ddp" if (layout.world_size or 1) > 1 else "none"
-        engine = {"universal": "deepspeed", "at_load": "fsdp2", "plain": plain}.get(layout.engine, layout.engine)
+        plain = Ddp().in_effect(layout.world_size or 1)
+        engine = {"universal": Zero.name, "at_load": Fsdp2.name, "plain": plain}.get(layout.engine, layout.engine)
     except ToolkitError as error:
         problem = error.message
         if not os.path.lexists(path / MANIFEST):

@@ -135,7 +135,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     warnings = check_job_arguments(options, preset, argv)
     output_dir = user_path(str(job.output_dir))
     if options.check_files and shares_files:
-        check_output(job, engine=preset.engine)
+        check_output(job, preset.traits)
     return ClusterJob(
         options=options,
         preset=preset,

@@ -300,7 +300,7 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     header, compiled = has_libaio_header(), compiled_ops.are_compiled(compiled_ops.ASYNC_IO_OPS)
     outcome.measured = {"libaio_header": header, "async_io_compiled": compiled, "path": path}
     if not compiled:
-        what = "DeepSpeed's async_io is not compiled" if header else "libaio's header is missing"
+        what = compiled_ops.ASYNC_IO_MISSING if header else "libaio's header is missing"
         fix = compiled_ops.COMPILE_ASYNC_IO if header else compiled_ops.INSTALL_LIBAIO
         outcome.add(ERROR if uses_nvme else NOTE, f"NVMe offload: {what}", None, None, fix)
     with outcome.refusals():

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
+import shlex
 import stat
 import sys
 from collections.abc import Collection
@@ -24,6 +26,7 @@ CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuil
 ASYNC_IO_OPS = ("pin_memory", "async_io")
 # Instruction sets that a compiler uses with `-march=native`, by the beginning of their names on x86 and Arm.
 COMPILED_FOR = ("avx", "amx", "fma", "sse", "f16c", "bmi", "asimd", "sve", "bf16")
+ASYNC_IO_MISSING = "DeepSpeed's async_io is not compiled"
 INSTALL_LIBAIO = "apt-get install libaio-dev"
 COMPILE_ASYNC_IO = "python -m toolkit.doctor.ops --async-io"
 
@@ -88,6 +91,15 @@ def check_extensions_folder() -> None:
                 hint=f"`chmod -R o-w {path}` if it is yours, or another folder:"
                 f" `export {'TORCH_EXTENSIONS_DIR' if is_named else 'TOOLKIT_CACHE'}=DIR`",
             )
+
+
+def check_architectures() -> None:
+    """Raise ToolkitError where the user names GPUs to compile for by numbers with letters, as in `9.0a`."""
+    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if re.search(r"\d[a-z]", named):
+        hint = f"export TORCH_CUDA_ARCH_LIST={shlex.quote(re.sub(r'(?<=[0-9])[a-z]', '', named))}"
+        expected = "expected numbers: DeepSpeed 0.19 reads no letters"
+        raise ToolkitError(f"TORCH_CUDA_ARCH_LIST is {named[:40]!r}, {expected}", hint=hint)
 
 
 def are_compiled(ops: Collection[str]) -> bool:

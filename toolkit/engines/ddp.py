@@ -27,6 +27,7 @@ class Ddp(Engine):
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("2 P per step", "NO_SHARD", "ZeRO-0")}
     dimensions: tuple[str, ...] = ("dp_replicate", "dp_shard", "tp", "ep")
     uses_ddp = True
+    plain_preset = "ddp"
     no_comm_hook = None
 
     def with_dimensions(self, names: Sequence[str]) -> Engine:
@@ -39,9 +40,7 @@ class Ddp(Engine):
         """Return `none` for one process: there is no other rank to reduce with."""
         return "none" if world_size == 1 else self.name
 
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def training_arguments(self, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return what keeps DDP from the Trainer's default, which traverses the graph again in every step."""
         return {"ddp_find_unused_parameters": False}
 
@@ -103,3 +102,6 @@ class Single(Engine):
 
     max_world_size = 1
     needs_launcher = False
+
+    def launcher_environment(self, launch: Any, arguments: Any, defaults: Any) -> dict[str, str]:
+        return dict(launch.prepare_simple_launcher_cmd_env(arguments)[1])

@@ -18,6 +18,8 @@ from toolkit.parallel.layout import ParallelLayout
 
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's default
 PARTS = ("parameter", "gradient", "optimizer")
+# accelerate's launcher sets one of these when its configuration file names an engine.
+ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 
 
 class Sharding(NamedTuple):
@@ -73,15 +75,28 @@ class Engine:
     """True if gradients and optimizer states are flat partitions, which come and go in the step."""
     fragments_in_step = 0.0
     """Share of what a full fine-tune allocates in the step that is reserved beside it."""
-    can_be_traced = True
-    """False if it reads values and addresses of its tensors, which fake ones have not."""
-    replaces_offloaded_optimizer = False
+    offloaded_optimizer: str | None = None
+    """The class, with its library, that replaces any optimizer which is offloaded."""
+    no_offloaded_optimizer: str | None = None
+    """Why only AdamW can be offloaded."""
+    needs_for_kernels: tuple[str, ...] = ()
+    """Where a preset cannot run on a CPU."""
+    plain_preset: str | None = None
+    """The preset to name for the engine: without offload, and without parallelism of layers."""
+    checkpoint_weights = 3
+    """Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance."""
+    settings_option = ""
+    """Option of `accelerate launch` for the engine's settings, a path or the text."""
+    settings_variable = ""
+    """Variable in which ranks find them."""
     rejects_best_of_weights = False
     """True if the Trainer cannot load the best of checkpoints that hold only weights."""
     accelerate_uses_cpu = "true"
     """What `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect."""
 
     no_comm_hook: str | None = "there is nothing to communicate"
+    no_trace: str | None = None
+    """Why it does not run on fake tensors."""
     no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
     no_optimizer: Mapping[str, tuple[str, str]] = {}
     """Name or library of an optimizer -> why it does not work, and what does."""
@@ -143,7 +158,7 @@ class Engine:
     # -- what each rank must read
 
     def gradient_facts(
-        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+        self, *, compute_dtype: str, settings: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
         """Return what is known of the dtypes of gradients and of their reduction (docs/concepts/numerics.md)."""
         return {"gradient_dtype": "float32", "reduce_dtype": "float32"}
@@ -156,11 +171,13 @@ class Engine:
         """Return the elements up to which a gathered parameter is never released."""
         return 0
 
+    def launcher_environment(self, launch: Any, arguments: Any, defaults: Any) -> dict[str, str]:
+        """Return what `accelerate launch` sets for its ranks, by the functions of `accelerate.commands.launch`."""
+        return dict(launch.prepare_multi_gpu_env(arguments))
+
     # -- what puts it in effect in a script of one's own
 
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def training_arguments(self, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the `TrainingArguments` that the preset's files stand for."""
         return {}
 

@@ -149,6 +149,7 @@ class Fsdp2(FullyShard):
 
     dimensions: tuple[str, ...] = ("dp_shard", "cp")
     uses_fsdp_plugin = True
+    plain_preset = "fsdp2"
 
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]
@@ -168,7 +169,7 @@ class Fsdp2(FullyShard):
         }
 
     def gradient_facts(
-        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+        self, *, compute_dtype: str, settings: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
         """Return fp32 gradients, which are reduced in the compute dtype."""
         return {"gradient_dtype": "float32", "reduce_dtype": compute_dtype}
@@ -194,9 +195,7 @@ class Fsdp2(FullyShard):
         between = partial(Collective, group_size=replicas, group="replicas")
         yield between("all_reduce", "gradients between replicas", payload // ranks, calls)
 
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def training_arguments(self, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
         block = config["fsdp_config"]
         given = {FSDP_CONFIG_KEYS[key]: value for key, value in block.items() if key in FSDP_CONFIG_KEYS}
         return {"fsdp": True, "fsdp_config": given}

@@ -16,6 +16,11 @@ def live_engine(wrapped: Any) -> TorchLive:
     return fsdp2_live.Fsdp2Live(inner) if fsdp2_live.is_fsdp2(inner) else TorchLive(inner)
 
 
+def is_loaded_by_plugin(trainer: Any) -> bool:
+    """Return True if one of accelerate's plugins divides the Trainer's model, and loads its checkpoints."""
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
 def held_tensors(parameters: list[Any]) -> list[Any]:
     """Return what this rank holds of parameters of any engine: ZeRO-3's are empty, and their shards beside them."""
     return zero_live.zero3_parameters(parameters) if any(map(zero_live.is_zero3, parameters)) else parameters

@@ -88,8 +88,14 @@ class Zero(Engine):
     # Flat partitions, their fp32 copies and buckets come and go beside states that stay. Six jobs on one H200 reserved
     # 3.7 to 10.4 % more than without this.
     fragments_in_step = 0.05
-    can_be_traced = False
-    replaces_offloaded_optimizer = True
+    offloaded_optimizer = "deepspeed.DeepSpeedCPUAdam"
+    no_offloaded_optimizer = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
+    needs_for_kernels = ("a GPU and nvcc, for DeepSpeed's CUDA quantiser",)
+    plain_preset = "zero3"
+    checkpoint_weights = 5  # also fp32 master weights, and (ZeRO-1 and ZeRO-2) its own copy beside the safetensors
+    settings_option = "--deepspeed_config_file"
+    settings_variable = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+    no_trace = "DeepSpeed reads the values and addresses of its tensors"
     rejects_best_of_weights = True
     accelerate_uses_cpu = "false"  # with "true", accelerate turns a DeepSpeed run into DDP
     no_comm_hook = "DeepSpeed reduces gradients itself"
@@ -160,13 +166,13 @@ class Zero(Engine):
         zero_live.expect_no_other_ranks()
 
     def gradient_facts(
-        self, *, compute_dtype: str, deepspeed_config: Mapping[str, Any] | None, splits_sequences: bool
+        self, *, compute_dtype: str, settings: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
         """Return the dtype of the reduction; stage and offload decide which buffer holds a gradient.
 
         The parts of a sequence are summed in fp32, whatever the compute dtype.
         """
-        config = deepspeed_config or {}
+        config = settings or {}
         if splits_sequences:
             sent = config.get("seq_parallel_communication_data_type", "fp32")
         else:
@@ -190,10 +196,13 @@ class Zero(Engine):
         value = zero_block.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
         return 10 * (hidden_size or 0) if value == "auto" else int(value)
 
-    def training_arguments(
-        self, config: Mapping[str, Any], deepspeed_config: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        return {"deepspeed": deepspeed_config}
+    def launcher_environment(self, launch: Any, arguments: Any, defaults: Any) -> dict[str, str]:
+        # launch_command sets this field before it builds the environment
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        return dict(launch.prepare_deepspeed_cmd_env(arguments)[1])
+
+    def training_arguments(self, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {"deepspeed": settings}
 
     def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
         return {"ACCELERATE_USE_DEEPSPEED": "true"}

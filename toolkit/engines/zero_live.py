@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from toolkit.engines.tensors import device_types, dtype_name, dtype_names, local_bytes, optimizer_state_tensors
 from toolkit.engines.torch_live import TorchLive
@@ -30,6 +32,21 @@ def remove_shared_buffer(rank: int) -> None:
 def is_zero3(parameter: Any) -> bool:
     """Return True for a parameter of ZeRO-3, which is empty where it is not gathered."""
     return hasattr(parameter, "ds_id")
+
+
+def gathered(parameter: Any) -> AbstractContextManager[None]:
+    """Return a context in which a parameter of ZeRO-3 is whole; all its ranks enter it."""
+    import deepspeed
+
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters([parameter])
+    return context
+
+
+def compute_device() -> str:
+    """Return the name of the device that DeepSpeed computes on."""
+    import deepspeed
+
+    return str(deepspeed.accelerator.get_accelerator().current_device_name())
 
 
 class ZeroLive(TorchLive):
@@ -160,6 +177,31 @@ class ZeroLive(TorchLive):
             return state
 
         engine.module_state_dict = module_state_dict
+
+
+class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
+    """Makes DeepSpeed load its universal layout once: that of a checkpoint which `toolkit checkpoint convert` made."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["checkpoint"] = {"load_universal": True}
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Give every parameter a step count of its own, of the type and on the device that the optimizer makes.
+
+        DeepSpeed 0.19.8 gives one tensor to all groups of ZeRO-3: torch's Adam would count each step once per group.
+        """
+        engine = self.trainer.model_wrapped
+        engine._config.load_universal_checkpoint = False  # later loads are of DeepSpeed's own layout
+        optimizer, groups = engine.optimizer.optimizer, engine.optimizer.optimizer.param_groups
+        fused = {id(p): bool(g.get("fused") or g.get("capturable")) for g in groups for p in g["params"]}
+        for parameter, state in optimizer.state.items():
+            if "step" in state:
+                on_device = fused.get(id(parameter), any(group.get("fused") for group in groups))
+                device, step = parameter.device if on_device else torch.device("cpu"), float(state["step"])
+                in_integers = type(optimizer).__name__ == "DeepSpeedCPUAdam"
+                state["step"] = int(step) if in_integers else torch.tensor(step, dtype=torch.float32, device=device)
 
 
 def expect_no_other_ranks() -> None:

@@ -15,22 +15,22 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from toolkit import installation
 from toolkit._version import __version__
 from toolkit.hardware.gpus import describe_gpus
 from toolkit.hardware.system_text import output_of, text_of
-from toolkit.installation import PACKAGE
 from toolkit.versions import installed_version
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CAP_IPC_LOCK = 14  # linux/capability.h
 # The load of the last minute that is not from a run which just ended.
 BUSY_LOAD_PER_CORE = 1.5
-LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "datasets")
+LIBRARIES = (*installation.LIBRARIES, "datasets")
 
 
 def library_versions() -> dict[str, str | None]:
     """Return the version of each library that a run depends on, and of this package; None if it is not installed."""
-    return {**{library: installed_version(library) for library in LIBRARIES}, PACKAGE: __version__}
+    return {**{library: installed_version(library) for library in LIBRARIES}, installation.PACKAGE: __version__}
 
 
 def describe_node() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.engines.compiled_ops import check_extensions_folder, torch_extensions_folder
+from toolkit.engines.engine import ENGINE_VARIABLES
 from toolkit.files.secrets import SECRETS_VARIABLE, separate_secrets
 from toolkit.hardware.shared_gpu import RANKS_PER_GPU_VARIABLE
 from toolkit.launch.options import TrainOptions
@@ -39,10 +40,7 @@ UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
 PLACE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 # A library may have put its strategy into this process's environment; a run gets its strategy from the preset.
-STRATEGY_VARIABLES = (
-    *("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    "ACCELERATE_MIXED_PRECISION",
-)
+STRATEGY_VARIABLES = (*ENGINE_VARIABLES, "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_MIXED_PRECISION")
 RESUME_LATEST = ("--resume_from_checkpoint", "latest")
 
 
@@ -211,9 +209,9 @@ def threads_per_rank(world_size: int) -> int:
 def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
     """Return the options of `accelerate launch` that select the preset on one node of `world_size` ranks."""
     options = ["--config_file", str(preset.accelerate_config_path)]
-    if preset.deepspeed_argument is not None:
+    if preset.settings_argument is not None:
         # accelerate resolves a path in a YAML against the working directory
-        options += ["--deepspeed_config_file", preset.deepspeed_argument]
+        options += [preset.traits.settings_option, preset.settings_argument]
     options += ["--num_processes", str(world_size)]
     shard_size = preset.dp_shard_size(world_size)
     if shard_size is not None:  # the file gives the number of replicas; the ranks per replica follow from world_size
@@ -231,15 +229,7 @@ def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, st
     options = accelerate_options(preset, world_size=world_size)
     options += ["--num_machines", "1", "--main_process_port", "0", "-m", "toolkit.train"]
     arguments, defaults, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(options))
-    environment: dict[str, str]
-    if arguments.use_deepspeed:
-        # launch_command sets this field before it builds the environment
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
-    elif not preset.traits.needs_launcher:
-        _, environment = launch.prepare_simple_launcher_cmd_env(arguments)
-    else:
-        environment = launch.prepare_multi_gpu_env(arguments)
+    environment = preset.traits.launcher_environment(launch, arguments, defaults)
     environment.pop("OMP_NUM_THREADS", None)
     return environment
 

@@ -89,7 +89,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
         gpus=None if options.gpu is None else options.world_size(preset),
         ranks_per_gpu=options.ranks_per_gpu,
     )
-    check_output(run.job, engine=preset.engine)
+    check_output(run.job, preset.traits)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, job=run.job, cpu=options.on_cpu)
     checkpoint, converted = checkpoint_to_resume(run.job), None
     if checkpoint is not None:

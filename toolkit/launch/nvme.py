@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.engines.compiled_ops import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
+from toolkit.engines.compiled_ops import ASYNC_IO_MISSING, ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 from toolkit.engines.zero import nvme_blocks
 from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import read_header
@@ -79,7 +79,7 @@ def check_nvme(preset: PresetSpec, *, nvme_path: str | None, job: Job, cpu: bool
         )
     check_libaio()
     if cpu and not are_compiled(ASYNC_IO_OPS):  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
-        raise ToolkitError("DeepSpeed's async_io is not compiled; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
+        raise ToolkitError(f"{ASYNC_IO_MISSING}; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
     return NvmeDisk(
         path=path,
         filesystem=filesystem,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.data_files import check_columns, check_file, is_hub_id, resolve_sources, rows_per_epoch
+from toolkit.engines.compiled_ops import check_architectures
+from toolkit.engines.engine import Engine
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_text
 from toolkit.files.model_weights import check_weights
@@ -39,9 +40,6 @@ from toolkit.record.folder import RunFolder, read_json
 
 # Processes on one node; a GPU node has 16 at most, and on a CPU each needs half a GiB before it loads anything.
 LARGEST_NODE = 1024
-# Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance. DeepSpeed saves fp32 master
-# weights as well, and (ZeRO-1 and ZeRO-2) its own copy of the weights beside the safetensors.
-CHECKPOINT_WEIGHTS = {"none": 3, "ddp": 3, "fsdp2": 3, "pipeline": 3, "deepspeed": 5}
 # Marks the text that the model generates; transformers adds this tag to Jinja.
 GENERATION_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 INPUTS = ("model_name_or_path", "dataset", "eval_dataset", "chat_template")
@@ -99,18 +97,15 @@ def check_job(
 def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
     """Raise ToolkitError, with the line to type, for a library that the ranks import and that is missing, or too old.
 
-    And for a variable that names GPUs in a way that DeepSpeed, which compiles its ops for them, does not read.
+    And for GPUs that are named in a way that it does not compile its ops for.
     """
     engine = preset.traits.libraries
     if runs_script:  # which may need other versions than our own script
         require(*TRAIN[:3], *engine)
     else:
         require_versions(*TRAIN, *engine)
-    named = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if engine and preset.offloads and re.search(r"\d[a-z]", named) and count_gpus():
-        hint = f"export TORCH_CUDA_ARCH_LIST={shlex.quote(re.sub(r'(?<=[0-9])[a-z]', '', named))}"
-        expected = "expected numbers: DeepSpeed 0.19 reads no letters"
-        raise ToolkitError(f"TORCH_CUDA_ARCH_LIST is {named[:40]!r}, {expected}", hint=hint)
+    if preset.traits.compiles_ops and preset.offloads and count_gpus():
+        check_architectures()
 
 
 def check_process_count(
@@ -189,7 +184,7 @@ def _rows_of(job: Job, option: str) -> list[int | None]:
     return [each.rows if each is not None and each.complete else None for each in checked]
 
 
-def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
+def check_output(job: Job, engine: Engine) -> Path:
     """Return the output folder, which must be unused and writable, with disk space for checkpoints and the model."""
     check_required(job, ("output_dir",))
     folder = RunFolder(user_path(str(job.output_dir)))
@@ -198,7 +193,7 @@ def check_output(job: Job, *, engine: str = "deepspeed") -> Path:
     check_start(folder, reuse_folder(job))
     folder.check_writable()
     hint = "name a folder on another disk: `--output_dir DIR`; `--save_strategy no` writes no checkpoint"
-    check_free_space(folder.path, saved_bytes(job, engine=engine), user="the run", hint=hint)
+    check_free_space(folder.path, saved_bytes(job, engine), user="the run", hint=hint)
     return folder.path
 
 
@@ -240,7 +235,7 @@ def continues(job: Job) -> bool:
     return any(checkpoint.problem() is None for checkpoint in list_checkpoints(Path(str(job.output_dir))))
 
 
-def saved_bytes(job: Job, *, engine: str) -> int:
+def saved_bytes(job: Job, engine: Engine) -> int:
     """Return the bytes of the trained model and its checkpoints; 0 for adapters, which are small, and a hub id."""
     folder = Path(str(job.model_name_or_path))
     if job.is_lora or not folder.is_dir():
@@ -249,7 +244,7 @@ def saved_bytes(job: Job, *, engine: str) -> int:
     is_half = str(config.get("dtype") or config.get("torch_dtype")) in ("bfloat16", "float16")
     stored = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     weights = stored * 2 if is_half else stored  # in fp32
-    return weights * (int(job.save_model) + checkpoints_on_disk(job) * CHECKPOINT_WEIGHTS[engine])
+    return weights * (int(job.save_model) + checkpoints_on_disk(job) * engine.checkpoint_weights)
 
 
 def checkpoints_on_disk(job: Job) -> int:

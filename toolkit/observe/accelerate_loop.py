@@ -108,7 +108,7 @@ class ObservedLoop:
         self.forwarded: list[BatchFacts] = []
         self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
         self.between_steps, self.clock_restarted = True, False
-        self.is_deepspeed = live_engine(model).reduces_itself
+        self.reduces_itself = live_engine(model).reduces_itself
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
         hook = model.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
         self.observer.undo += [hook.remove, *time_waits_in_forward(model, timer)]
@@ -116,7 +116,7 @@ class ObservedLoop:
         for name in ("backward", "clip_grad_norm_", "save_state", "end_training"):
             self._wrap(accelerator, name, getattr(self, f"_{name}"))
         self._wrap(optimizer, "step", self._step)
-        if self.is_deepspeed:  # its backward takes the step too
+        if self.reduces_itself:  # its backward takes the step too
             self._wrap(model, "step", self._engine_step)
         ObservedLoop.current, DataLoaderShard.__iter__ = self, _iterate_observed
         atexit.register(self._left_open)
@@ -210,7 +210,7 @@ class ObservedLoop:
             return step(*args, **kwargs)
         self.run.progress.phase = "step"
         self._add_batches()
-        if self.is_deepspeed:
+        if self.reduces_itself:
             self.observer.verification.replicas.note_rates()
         else:
             self.observer.before_optimizer_step()

@@ -133,7 +133,7 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
     if preset.offload_optimizer:
         needs += preset.traits.needs_to_offload
     if preset.needs_gpu is not None:
-        needs.append("a GPU and nvcc, for DeepSpeed's CUDA quantiser")
+        needs += preset.traits.needs_for_kernels
     if "cpu" in (preset.offload_optimizer, preset.offload_param):
         needs.append("host memory for the offloaded states of all ranks on a node")
     if "nvme" in (preset.offload_optimizer, preset.offload_param):

@@ -179,9 +179,6 @@ def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
 
 # -- optimizers
 
-# Presets to name where a preset that offloads, or splits layers, cannot run an optimizer, and their engines.
-_WITHOUT_OFFLOAD = {"zero3": "deepspeed", "fsdp2": "fsdp2", "ddp": "ddp"}
-
 
 def planned_optimizer(case: Case) -> Answers:
     optim = case.job.optim
@@ -209,10 +206,10 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
     if survives_offload(optim):  # which works under every preset
         return
     found = _no_optimizer(preset.traits, optim)
-    if preset.traits.replaces_offloaded_optimizer and preset.offload_optimizer:
+    why = preset.traits.no_offloaded_optimizer
+    if why is not None and preset.offload_optimizer:
         # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
         # regularisation in place of decoupled weight decay; 8-bit and paged states become plain fp32 ones.
-        why = "accelerate replaces an offloaded optimizer by DeepSpeed's CPU Adam"
         found = why, f"`--optim adamw_torch`, or {preset_that_runs(optim)}"
     if found is not None:
         why, hint = found
@@ -226,8 +223,8 @@ def _no_optimizer(engine: Engine, optim: str) -> tuple[str, str] | None:
 
 def preset_that_runs(optim: str) -> str:
     """Name a preset that can run an optimizer."""
-    running = (name for name, engine in _WITHOUT_OFFLOAD.items() if _no_optimizer(ENGINES[engine], optim) is None)
-    return f"`--preset {next(running)}`"
+    engines = [engine for engine in reversed(ENGINES.values()) if engine.plain_preset]
+    return f"`--preset {next(each.plain_preset for each in engines if _no_optimizer(each, optim) is None)}`"
 
 
 def optimizer_library(optim: str) -> str:

@@ -131,6 +131,8 @@ def read_preset(path: Path) -> Preset:
         accelerate_config_path=path.resolve(),
         deepspeed_config_path=json_path,
         deepspeed_text=text,
+        config=config,
+        settings=settings if engine.reads_deepspeed_settings else None,
         **fields,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from toolkit.presets.spec import PresetSpec
@@ -12,10 +11,9 @@ from toolkit.presets.spec import PresetSpec
 ADAM_STATES = 2  # momentum and variance
 
 
-@lru_cache(maxsize=256)
 def zero_block(preset: PresetSpec) -> dict[str, Any]:
     """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
-    return dict((preset.deepspeed_config() or {}).get("zero_optimization") or {})
+    return dict((preset.settings or {}).get("zero_optimization") or {})
 
 
 def persistence_threshold(preset: PresetSpec, *, hidden_size: int | None) -> int:

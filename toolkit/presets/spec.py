@@ -5,15 +5,15 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.engines.engine import Engine
 from toolkit.engines.registry import engine_named
-from toolkit.files.documents import read_configuration, read_text
+from toolkit.files.documents import read_text
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.parallel.layout import DEGREES, ParallelLayout, divide_ranks
 
@@ -57,6 +57,10 @@ class PresetSpec:
     """The JSON that the YAML names, or the one of the same name whose settings it repeats."""
     deepspeed_text: str | None = None
     """The settings that the YAML has itself, as JSON."""
+    config: Mapping[str, Any] = field(compare=False, repr=False)
+    """What is in the YAML."""
+    settings: Mapping[str, Any] | None = field(compare=False, repr=False)
+    """DeepSpeed's settings; None for another engine."""
 
     @property
     def traits(self) -> Engine:
@@ -111,19 +115,18 @@ class PresetSpec:
 
     def accelerate_config(self) -> dict[str, Any]:
         """Return the YAML as accelerate reads it, with the DeepSpeed JSON that it names as an absolute path."""
-        config = read_configuration(self.accelerate_config_path)
+        config = copy.deepcopy(dict(self.config))
         if self.deepspeed_config_path is not None and self.deepspeed_text is None:
             config["deepspeed_config"]["deepspeed_config_file"] = str(self.deepspeed_config_path)
         return config
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """Return DeepSpeed's settings, or None for another engine."""
-        config: dict[str, Any] | None = None if self.deepspeed_text is None else json.loads(self.deepspeed_text)
-        return config if self.deepspeed_config_path is None else read_configuration(self.deepspeed_config_path)
+        return None if self.settings is None else copy.deepcopy(dict(self.settings))
 
     @property
-    def deepspeed_argument(self) -> str | None:
-        """What accelerate's `--deepspeed_config_file` takes, in any working directory: a path, or the settings."""
+    def settings_argument(self) -> str | None:
+        """The settings as accelerate's launcher takes them in any working directory: their path, or the text."""
         return self.deepspeed_text if self.deepspeed_config_path is None else str(self.deepspeed_config_path)
 
     def texts(self) -> dict[str, str]:

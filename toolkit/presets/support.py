@@ -123,7 +123,7 @@ def _nvme_disk(case: Case, preset: PresetSpec) -> Answers:
     if not preset.uses_nvme:
         return
     if case.purpose == "convert":
-        why = "swaps to NVMe: DeepSpeed resumes it only from its own swap files"
+        why = "swaps to NVMe, and resumes from its own swap files only"
         yield preset_answer(preset, why, "`--preset zero3_cpu_offload`")
     if case.purpose == "recommend" and case.device is not None and not case.device.has_nvme:
         yield preset_answer(preset, "needs a local NVMe disk (`--nvme-gb-per-second`)", None)
@@ -146,8 +146,8 @@ def _rehearsal(case: Case, preset: PresetSpec) -> Answers:
 def _fake_tensors(case: Case, preset: PresetSpec) -> Answers:
     if case.purpose != "trace":
         return
-    if not preset.traits.can_be_traced:
-        why = "DeepSpeed reads the values and addresses of its tensors"
+    if preset.traits.no_trace is not None:
+        why = preset.traits.no_trace
     elif preset.parallel:
         why = "fake tensors were never run where layers or sequences are split"
     elif preset.offloads:

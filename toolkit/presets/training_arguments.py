@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines import sharded_at_load, split_sequences
 from toolkit.engines.compiled_ops import check_extensions_folder, path_with_ninja, use_cached_extensions
+from toolkit.engines.engine import ENGINE_VARIABLES
 from toolkit.engines.fsdp2 import FSDP_CONFIG_KEYS
 from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
 from toolkit.engines.zero_process import join_group_on_cpu
@@ -43,8 +44,6 @@ YAML_KEYS = {
     *("parallelism_config", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "rdzv_backend", "same_network", "main_training_function", "use_cpu", "debug"),
 }
-# accelerate's launcher sets one of these when its configuration file names an engine.
-ENGINE_VARIABLES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 SDPA = "sdpa"
 
 # The preset of this process, once one is in effect, and how it divides the ranks.
@@ -85,7 +84,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
             hint="start the script with `accelerate launch --config_file`, or remove the key",
         )
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-    arguments |= preset.traits.training_arguments(config, preset.deepspeed_config())
+    arguments |= preset.traits.training_arguments(config, preset.settings)
     if preset.traits.chooses_accumulation:
         arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
     return arguments

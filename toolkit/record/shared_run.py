@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import explain, read_json_object
 from toolkit.hardware.gpu_table import known_gpu
+from toolkit.installation import LIBRARIES, PACKAGE
 from toolkit.models.read_model import known_models
 from toolkit.record.folder import RunFolder, content_sha256
 from toolkit.record.measurements import read_steps
@@ -23,7 +24,6 @@ from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run,
 from toolkit.record.status import COMPLETED
 
 ON_CPU = "cpu"
-LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "peft", "finetune-toolkit")
 ERROR = 0.05  # chance that an interval does not contain its median
 FLOPS_PER_PARAMETER = 4  # forward and the gradient of activations: what a frozen weight costs at least
 
@@ -91,6 +91,7 @@ class SharedRun(BaseModel):
         if why is not None:
             raise ToolkitError(f"{path} {why}: nothing is shared of it", hint="share a completed, verified run")
         assert figures is not None
+        versions = run.versions or {}
         model, data, plan = spec.get("model") or {}, spec.get("data") or {}, _plan(folder)
         seconds, world_size = _timed_seconds(folder, model.get("untimed_steps") or 0), run.world_size or 1
         speed, name = figures.tokens_per_second, str(model.get("model_name_or_path"))
@@ -112,7 +113,7 @@ class SharedRun(BaseModel):
             "optim": spec.get("optim"),
             "compute_dtype": rank.compute_dtype,
             "master_dtype": rank.master_dtype,
-            "versions": {name: version for name in LIBRARIES if (version := (run.versions or {}).get(name))},
+            "versions": {name: versions[name] for name in (*LIBRARIES, PACKAGE) if versions.get(name)},
             "verification_sha256": digest,
             "timed_steps": figures.timed_steps,
             "step_seconds_median": figures.step_seconds_median,

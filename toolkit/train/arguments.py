@@ -46,7 +46,6 @@ from toolkit.record.folder import PREPARED_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.train.model.loading import choose_attention
 
 ACCELERATE_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # `accelerate launch` sets it for every preset
-DEEPSPEED_CONFIG_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # of the YAML's `deepspeed_config_file`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +94,10 @@ class LaunchContext:
             )
         else:
             context = _from_parent_processes()
-        argument = None if context.preset is None else context.preset.deepspeed_argument
-        if argument is not None and not is_file(Path(os.environ.get(DEEPSPEED_CONFIG_VARIABLE, ""))):
-            os.environ[DEEPSPEED_CONFIG_VARIABLE] = argument
+        if context.preset is not None and context.preset.settings_argument is not None:
+            variable = context.preset.traits.settings_variable
+            if not is_file(Path(os.environ.get(variable, ""))):
+                os.environ[variable] = context.preset.settings_argument
         return replace(context, folder_prepared=PREPARED_VARIABLE in os.environ)
 
     @classmethod

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
+from toolkit.engines.live_engine import is_loaded_by_plugin
 from toolkit.engines.safe_loading import torch_load
 from toolkit.engines.tensors import innermost_optimizer, uncompiled
 from toolkit.errors import ToolkitError
@@ -143,7 +144,7 @@ def load_converted(trainer: Any, folder: Path) -> None:
     the conversion of `from_pretrained`: a mixture would keep the experts of the model that training started from.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or hasattr(model, "peft_config"):
+    if is_loaded_by_plugin(trainer) or hasattr(model, "peft_config"):
         return
     stored = read_weights(folder)
     absent = {name: parameter for name, parameter in model.named_parameters() if name not in stored}
@@ -151,28 +152,3 @@ def load_converted(trainer: Any, folder: Path) -> None:
         converted = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
         for name, parameter in absent.items():
             parameter.data.copy_(converted[name])
-
-
-class UniversalCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Makes DeepSpeed load its universal layout once: that of a checkpoint which `toolkit checkpoint convert` made."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-        config["checkpoint"] = {"load_universal": True}
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Give every parameter a step count of its own, of the type and on the device that the optimizer makes.
-
-        DeepSpeed 0.19.8 gives one tensor to all groups of ZeRO-3: torch's Adam would count each step once per group.
-        """
-        engine = self.trainer.model_wrapped
-        engine._config.load_universal_checkpoint = False  # later loads are of DeepSpeed's own layout
-        optimizer, groups = engine.optimizer.optimizer, engine.optimizer.optimizer.param_groups
-        fused = {id(p): bool(g.get("fused") or g.get("capturable")) for g in groups for p in g["params"]}
-        for parameter, state in optimizer.state.items():
-            if "step" in state:
-                on_device = fused.get(id(parameter), any(group.get("fused") for group in groups))
-                device, step = parameter.device if on_device else torch.device("cpu"), float(state["step"])
-                in_integers = type(optimizer).__name__ == "DeepSpeedCPUAdam"
-                state["step"] = int(step) if in_integers else torch.tensor(step, dtype=torch.float32, device=device)

@@ -15,6 +15,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from toolkit.engines.tensors import compute_dtype, dtype_name, num_trainable_params
+from toolkit.engines.zero_live import UniversalCheckpoint
 from toolkit.engines.zero_process import offload_blocks
 from toolkit.job.job_checks import profiled_steps
 from toolkit.models.attention import needs_no_mask
@@ -30,7 +31,7 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.reading import RankReading, Values
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
-from toolkit.train.checkpointing import StatesShardedAtLoad, UniversalCheckpoint, load_converted
+from toolkit.train.checkpointing import StatesShardedAtLoad, load_converted
 from toolkit.train.data import streaming
 from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
 from toolkit.train.data.dataset import Data, make_collator

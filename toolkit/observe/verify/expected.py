@@ -46,7 +46,7 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
     dtype = dtype_name(compute_dtype(trainer.args))
     sent_by_hook = run.settings.get("ddp_comm_hook") is not None
     gradients = preset.traits.gradient_facts(
-        compute_dtype=dtype, deepspeed_config=preset.deepspeed_config(), splits_sequences="sp" in preset.degrees
+        compute_dtype=dtype, settings=preset.settings, splits_sequences="sp" in preset.degrees
     )
     return expected | {
         "engine": engine,
@@ -76,15 +76,15 @@ def expected_bytes(
     trained = [p for p in model.parameters() if p.requires_grad]
     in_4bit = [module.weight for module in quantized_modules(model)]
     # DeepSpeed keeps all parameters in the compute dtype; DDP and FSDP2 keep the fp32 master weights themselves.
-    deepspeed = live_engine(model).reduces_itself
+    keeps_masters = live_engine(model).reduces_itself
     used = stepped = trained
-    if run.of_script and not deepspeed:
+    if run.of_script and not keeps_masters:
         states = innermost_optimizer(trainer.optimizer).state
         used = [p for p in trained if id(p) in with_gradient]
         stepped = [p for p in trained if p in states] if run.own_optimizer or not states else used
     parts = {
         "parameter": [
-            (trained, element_bytes(reading.compute_dtype if deepspeed else reading.master_dtype)),
+            (trained, element_bytes(reading.compute_dtype if keeps_masters else reading.master_dtype)),
             (frozen_weights(model), element_bytes(reading.frozen_dtype)),
             (in_4bit, element_bytes(reading.quantized_storage_dtype)),
         ],
@@ -93,7 +93,7 @@ def expected_bytes(
     spec = known_optimizer(run, trainer)
     if spec is not None and spec.is_fp32_adamw:
         dtype = reading.optimizer_dtype if "master_dtype" in run.allowed else "float32"
-        parts["optimizer"] = [(stepped, (ADAM_STATES + deepspeed) * element_bytes(dtype))]
+        parts["optimizer"] = [(stepped, (ADAM_STATES + keeps_masters) * element_bytes(dtype))]
     ranks = reading.dp_shard_size or reading.world_size or 1
     allowed, whole = {}, {}
     for part, tensors in parts.items():
@@ -106,7 +106,8 @@ def expected_bytes(
         whole[part] = sum(sum(map(math.prod, found)) * size for found, size in shapes)
         if run.layout_at_load is not None:  # some layers are split, others and adapters may be replicated
             allowed[part] = (0, whole[part] - (not hasattr(trainer.model, "peft_config")))
-    if run.of_script and deepspeed:  # it does not show what has no gradient, and its optimizer may have a part of them
+    # Somebody's script does not show what has no gradient, and its optimizer may have a part of them.
+    if run.of_script and keeps_masters:
         partial = {"gradient"} | ({"optimizer"} if run.own_optimizer else set())
         for part in partial & allowed.keys():
             allowed[part] = (0, allowed[part][1])
@@ -165,8 +166,8 @@ def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Value
     contract = {"optimizer_dtype": "float32"}
     if spec is None:
         return contract
-    if preset.traits.replaces_offloaded_optimizer and preset.offload_optimizer:
-        return contract | {"optimizer_class": "deepspeed.DeepSpeedCPUAdam", "adam_w_mode": True}
+    if preset.traits.offloaded_optimizer and preset.offload_optimizer:
+        return contract | {"optimizer_class": preset.traits.offloaded_optimizer, "adam_w_mode": True}
     named = {"optimizer_class": spec.class_name, "optimizer_paged": spec.paged}
     return contract | named if spec.is_fp32_adamw else named
 

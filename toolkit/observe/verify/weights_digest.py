@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from toolkit.engines.tensors import clean_name, constants, quantized_modules
-from toolkit.engines.zero_live import is_on_disk, is_zero3
+from toolkit.engines.zero_live import compute_device, gathered, is_on_disk, is_zero3
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Values that are integers of 8 bytes at one time.
@@ -129,16 +129,14 @@ def _sums(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, d
 
 def _sum_of_zero3(parameter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """This rank's range of the flattened parameter, whose last ranges are padded; the whole if it is not in memory."""
-    import deepspeed
-
     shard, group = parameter.ds_tensor, parameter.ds_process_group
     if is_on_disk(parameter) or hasattr(shard, "ds_quant_scale"):  # or in 4 or 8 bits of ZeRO's own
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with gathered(parameter):
             return checksum(parameter.data.to(dtype=dtype)), None
     start = dist.get_rank(group) * shard.ds_numel
     own = shard.data[: max(0, parameter.ds_numel - start)]
-    device = deepspeed.accelerator.get_accelerator().current_device_name()  # an offloaded shard is summed faster there
-    return flat_checksum(own.to(device).to(dtype), parameter.ds_shape, start), group
+    on_device = own.to(compute_device())  # where an offloaded shard is summed faster
+    return flat_checksum(on_device.to(dtype), parameter.ds_shape, start), group
 
 
 def _sum_of_dtensor(parameter: DTensor, dtype: torch.dtype) -> tuple[torch.Tensor, dist.ProcessGroup | None]:

@@ -28,7 +28,7 @@ class Fragment(NamedTuple):
     num_elements: int
 
 
-class DeepSpeedReader:
+class ZeroReader:
     """Reads `global_stepN/`: one file of optimizer states per rank, and one or more of model states."""
 
     def __init__(self, layout: Layout, _model: MetaModel, *, trust_pickle: bool = False) -> None:
