@@ -115,11 +115,10 @@ def read_preset(path: Path) -> Preset:
     """
     config = read_configuration(path)
     check_keys_and_values(config, ACCELERATE_BLOCKS, path)
-    json_path, text = _deepspeed_source(config, path)
     engine, parallel = _engine(config, path)
     first = read_text(path).split("\n", 1)[0]
-    settings = _deepspeed_settings(json_path, text, path) if engine.reads_deepspeed_settings else {}
-    fields = engine.preset_fields(config, settings, parallel)
+    settings, json_path, text = _read_settings(config, path) if engine.reads_deepspeed_settings else (None, None, None)
+    fields = engine.preset_fields(config, settings or {}, parallel)
     if parallel:
         fields |= {"min_world_size": _smallest_layout(parallel), "world_size_multiple": 1}
     return Preset(
@@ -132,7 +131,7 @@ def read_preset(path: Path) -> Preset:
         deepspeed_config_path=json_path,
         deepspeed_text=text,
         config=config,
-        settings=settings if engine.reads_deepspeed_settings else None,
+        settings=settings,
         **fields,
     )
 
@@ -156,30 +155,25 @@ def _engine(config: dict[str, Any], path: Path) -> tuple[Engine, tuple[str, ...]
     return engine, tuple(names)
 
 
-def _deepspeed_source(config: dict[str, Any], path: Path) -> tuple[Path | None, str | None]:
-    """The JSON, and the settings that a YAML has itself; its JSON is then the one of its name.
-
-    Without one, it is a JSON that says the same: `ulysses` has the settings of `zero3`.
-    """
+def _read_settings(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], Path | None, str | None]:
+    """DeepSpeed's settings, their JSON, and their text where the YAML has them itself."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    settings = None if named is None else settings_for_path(named, f"{path}: deepspeed_config_file")
-    if settings is None:
-        return (None if named is None else _deepspeed_path(named, path)), None
-    folder = path.resolve().parent
-    tried = [each / f"{path.stem}.json" for each in (folder, folder.parent / "ds_configs")]
-    beside = next(filter(is_file, tried), None)
-    if beside is not None and read_configuration(beside) != settings:
+    if named is None:
         raise ToolkitError(
-            f"{beside} differs from the settings in {path}, which are those that accelerate reads",
-            hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
+            f"{path}: deepspeed_config names no deepspeed_config_file",
+            hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
         )
-    if beside is None:
-        others = sorted((folder.parent / "ds_configs").glob("*.json"))
-        beside = next((each for each in others if read_configuration(each) == settings), None)
-    return beside, json.dumps(settings)
+    settings = settings_for_path(named, f"{path}: deepspeed_config_file")
+    if settings is None:
+        json_path = _named_json(named, path)
+        settings = read_configuration(json_path)
+        check_keys_and_values(settings, DEEPSPEED_BLOCKS, json_path)
+        return settings, json_path, None
+    check_keys_and_values(settings, DEEPSPEED_BLOCKS, path)
+    return settings, _json_beside(settings, path), json.dumps(settings)
 
 
-def _deepspeed_path(named: str, path: Path) -> Path:
+def _named_json(named: str, path: Path) -> Path:
     """accelerate resolves the JSON against the working directory; here a path relative to the YAML works as well."""
     relative = user_path(named)
     tried = [folder / relative for folder in (path.resolve().parent.parent, path.resolve().parent, Path.cwd())]
@@ -191,16 +185,20 @@ def _deepspeed_path(named: str, path: Path) -> Path:
     return Path(os.path.realpath(found))
 
 
-def _deepspeed_settings(json_path: Path | None, text: str | None, path: Path) -> dict[str, Any]:
-    if json_path is None and text is None:
+def _json_beside(settings: dict[str, Any], path: Path) -> Path | None:
+    """The JSON of the YAML's name, or else one that says the same: `ulysses` has the settings of `zero3`."""
+    folder = path.resolve().parent
+    tried = [each / f"{path.stem}.json" for each in (folder, folder.parent / "ds_configs")]
+    beside = next(filter(is_file, tried), None)
+    if beside is None:
+        others = sorted((folder.parent / "ds_configs").glob("*.json"))
+        return next((each for each in others if read_configuration(each) == settings), None)
+    if read_configuration(beside) != settings:
         raise ToolkitError(
-            f"{path}: deepspeed_config names no deepspeed_config_file",
-            hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
+            f"{beside} differs from the settings in {path}, which are those that accelerate reads",
+            hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
         )
-    settings: dict[str, Any]
-    settings = read_configuration(json_path) if text is None and json_path is not None else json.loads(text or "")
-    check_keys_and_values(settings, DEEPSPEED_BLOCKS, path if json_path is None else json_path)
-    return settings
+    return beside
 
 
 def _smallest_layout(parallel: tuple[str, ...]) -> int:
