@@ -69,7 +69,7 @@ def test_transformers_itself_takes_the_trainers_form(name: str, tmp_path: Path) 
     told |= {"output_dir": str(tmp_path), "use_cpu": True}
     (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(told)
     assert arguments.bf16 is True
-    if load_preset(name).uses_fsdp_plugin:
+    if load_preset(name).traits.uses_fsdp_plugin:
         plugin = arguments.fsdp_plugin_args
         assert (plugin["fsdp_version"], plugin["state_dict_type"]) == (2, "SHARDED_STATE_DICT")
         assert plugin["reshard_after_forward"] is (name != "fsdp2_grad_op")

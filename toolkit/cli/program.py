@@ -13,16 +13,14 @@ from typer.core import TyperGroup
 from toolkit._version import __version__
 from toolkit.cli.checkpoint import checkpoint_app
 from toolkit.cli.cluster import cluster_app
-from toolkit.cli.config_files import convert_config, lint
-from toolkit.cli.diff import diff
+from toolkit.cli.config_files import convert_config, diff, lint
 from toolkit.cli.doctor import doctor, env
 from toolkit.cli.options import expand_words
 from toolkit.cli.page import page
 from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.simulate import simulate_app
-from toolkit.cli.train import compare, report, train
-from toolkit.cli.tune import tune
+from toolkit.cli.train import compare, report, train, tune
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
 from toolkit.files.secrets import hide_words

@@ -64,6 +64,7 @@ class Engine:
     writes_universal = False
     """True if a converted checkpoint has DeepSpeed's universal layout."""
     uses_fsdp_plugin = False
+    """True if accelerate's FSDP plugin shards the model."""
     uses_ddp = False
     chooses_accumulation = False
     """True if gradients may wait for the last accumulation step either way, sharded or whole."""

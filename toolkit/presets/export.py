@@ -80,7 +80,7 @@ def trainer_text(preset: Preset) -> str:
         ]
     if preset.sharded_at_load:
         lines.append("#   model = AutoModelForCausalLM.from_pretrained(..., **preset.from_pretrained_arguments())")
-    if preset.uses_fsdp_plugin:
+    if preset.traits.uses_fsdp_plugin:
         lines.append("# These must be in the environment before the model is loaded:")
         lines += [f"#   export {name}={value}" for name, value in environment.items()]
     return "\n".join([*lines, yaml.safe_dump(arguments, sort_keys=False)])

@@ -152,7 +152,7 @@ def _fsdp_state_dict_type(preset: PresetSpec) -> str:
 
 
 def save_only_model(case: Case, preset: PresetSpec) -> Answers:
-    if not preset.uses_fsdp_plugin or not case.job.save_only_model:
+    if not preset.traits.uses_fsdp_plugin or not case.job.save_only_model:
         return
     if rejects_save_only_model(_fsdp_state_dict_type(preset)):
         why = "the Trainer rejects it with FSDP2's sharded state dict"
@@ -162,7 +162,7 @@ def save_only_model(case: Case, preset: PresetSpec) -> Answers:
 def async_save(case: Case, preset: PresetSpec) -> Answers:
     if not case.job.async_save or preset.sharded_at_load:
         return
-    if not preset.uses_fsdp_plugin:
+    if not preset.traits.uses_fsdp_plugin:
         yield method_answer(case, "async_save", preset.traits.no_async_save, "leave it out, or `--preset fsdp2`")
     elif (kind := _fsdp_state_dict_type(preset)) != "SHARDED_STATE_DICT":
         why = f"its fsdp_state_dict_type is {kind}, which rank 0 writes alone"

@@ -66,7 +66,7 @@ def _ineffective_under(preset: PresetSpec | None, job: Job) -> list[str]:
         for name in DDP_ARGUMENTS
         if name in job.given and not preset.traits.uses_ddp
     ]
-    if preset.uses_fsdp_plugin and job.uses_activation_checkpointing and job.activation_checkpointing_kwargs:
+    if preset.traits.uses_fsdp_plugin and job.uses_activation_checkpointing and job.activation_checkpointing_kwargs:
         lines.append("--activation_checkpointing_kwargs has no effect: FSDP2 checkpoints each layer itself")
     return lines
 

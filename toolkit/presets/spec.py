@@ -87,11 +87,6 @@ class PresetSpec:
         """The dimensions whose degree a run must name: `pp`, `tp`, `cp`, `sp` or `ep`."""
         return tuple(name for name in self.parallel if name in DEGREES and name != "dp_replicate")
 
-    @property
-    def uses_fsdp_plugin(self) -> bool:
-        """True if accelerate's FSDP plugin shards the model."""
-        return self.traits.uses_fsdp_plugin
-
     def layout(self, world_size: int, degrees: Mapping[str, int | None]) -> ParallelLayout | None:
         """Return how a run divides its ranks; None for data parallelism alone."""
         return divide_ranks(self.parallel, degrees, world_size=world_size) if self.parallel else None

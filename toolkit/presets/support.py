@@ -88,7 +88,7 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     """
     found = ((label, unsupported(preset, job)) for label, job in _DOCUMENTED_METHODS.items())
     lines = [f"{label}: {reason.why}" for label, reason in found if reason is not None]
-    if preset.uses_fsdp_plugin:
+    if preset.traits.uses_fsdp_plugin:
         lines.append("the Trainer's activation checkpointing together with FSDP's own")
     return (*lines, *preset.traits.upstream_bugs(preset.sharding))
 

@@ -97,7 +97,7 @@ def strategy_variables(preset: PresetSpec, *, precision: str, world_size: int | 
     """
     config = preset.accelerate_config()
     environment = {"ACCELERATE_MIXED_PRECISION": precision} | preset.traits.variables(config)
-    if not preset.uses_fsdp_plugin:
+    if not preset.traits.uses_fsdp_plugin:
         return environment
     mesh = dict(config.get("parallelism_config") or {})
     shard_size = preset.dp_shard_size(world_size) if world_size else None

@@ -273,7 +273,7 @@ def _resolved(
             values, job = values | parallelism, replace(job, attn_implementation=attention)
     # One switch means the same under every engine.
     offload = job.activation_checkpointing_offload
-    if job.uses_activation_checkpointing and preset is not None and preset.uses_fsdp_plugin:
+    if job.uses_activation_checkpointing and preset is not None and preset.traits.uses_fsdp_plugin:
         # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
         os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = str(offload).lower()
