@@ -10,12 +10,13 @@ import yaml
 from launching import ROOT, toolkit
 from preset_files import deepspeed_pair, write
 
+from toolkit.engines.fsdp2 import FSDP_ENVIRONMENT_KEYS
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import launcher_environment
 from toolkit.lint.check import lint_paths
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.export import export_presets, preset_text
-from toolkit.presets.training_arguments import FSDP_ENVIRONMENT_KEYS, strategy_variables, trainer_arguments
+from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
 
 DEEPSPEED = [preset.name for preset in list_presets() if preset.engine == "deepspeed"]
 FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"

@@ -16,7 +16,9 @@ import torch
 from toolkit.checkpoint.inspect import LATEST_UNIVERSAL, Layout, rank_of
 from toolkit.checkpoint.model_definition import MetaModel
 from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters, without_parameters
+from toolkit.engines.zero import Zero
 from toolkit.errors import ToolkitError
+from toolkit.versions import installed_version
 
 
 class Fragment(NamedTuple):
@@ -139,8 +141,6 @@ def write_universal(folder: Path, reader: CheckpointReader, _model: MetaModel, g
     `latest_universal`, `global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`, and the global state.
     DeepSpeed's `ds_to_universal` converts DeepSpeed's own checkpoints only.
     """
-    from deepspeed import __version__
-
     step = reader.optimizer_step()
     tag = f"global_step{int(step)}_universal"
     states = folder / tag / "zero"
@@ -155,7 +155,7 @@ def write_universal(folder: Path, reader: CheckpointReader, _model: MetaModel, g
     # group keeps the value of the run's own arguments.
     shared = {key: value for key, value in saved[0].items() if all(group.get(key) == value for group in saved)}
     optimizer = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": [shared]}
-    version = {"ds_version": __version__}
+    version = {"ds_version": installed_version(Zero.name)}
     torch.save({**version, "param_groups": saved, "optimizer_state_dict": optimizer}, states / "optimizer_state.pt")
     # The module's own weights would be ignored.
     model_state: dict[str, object] = {"module": {}, "lr_scheduler": None, "global_steps": int(step), "skipped_steps": 0}

@@ -1,4 +1,4 @@
-"""`toolkit lint`, `diff` and `convert-config`: what configuration files, a change to them, and other tools' really do."""
+"""`toolkit lint`, `diff` and `convert-config`: what configuration files do, and what a change to them does."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def notes(results: Results) -> list[str]:
         "Bytes are of one rank, the largest.": True,
         "tokens/s is of all ranks together, over the timed steps only.": any(row.has_speed for row in rows),
         "From a CPU to GPUs, the number of elements per rank, sharding and parity carry over. Speeds do not, nor do"
-        " bytes: a CPU has everything in fp32, a GPU DeepSpeed's weights and gradients in bf16.": results.on_cpu,
+        " bytes: a CPU has everything in fp32, a GPU ZeRO's weights and gradients in bf16.": results.on_cpu,
         "Planned with GPUs: the planner's bytes of the same job, preset and number of processes, on a GPU or"
         " offloaded to its host, in the preset's mixed precision; no GPU measured them here.": planned,
         "A CPU has no allocator peak: peak memory is resident host memory (RSS), libraries included.": results.on_cpu,

@@ -21,7 +21,8 @@ from toolkit.versions import installed_version
 LIBRARIES = ("torch", "deepspeed")
 # Library of an op (also the name of its folder) and the class in deepspeed.ops.op_builder.cpu that builds it:
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
-CPU_OPS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+CPU_OPS = {SHARED_MEMORY_OP: "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 # DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
 ASYNC_IO_OPS = ("pin_memory", "async_io")
 # Instruction sets that a compiler uses with `-march=native`, by the beginning of their names on x86 and Arm.

@@ -86,6 +86,8 @@ class Engine:
     """The preset to name for the engine: without offload, and without parallelism of layers."""
     checkpoint_weights = 3
     """Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance."""
+    script_keys: Mapping[str, Sequence[str]] = {}
+    """Keys of the engine's block in accelerate's YAML that a script without its launcher can put in effect."""
     settings_option = ""
     """Option of `accelerate launch` for the engine's settings, a path or the text."""
     settings_variable = ""

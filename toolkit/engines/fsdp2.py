@@ -28,6 +28,8 @@ FSDP_CONFIG_KEYS = {
         *("cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing"),
     )
 } | {"fsdp_offload_params": "cpu_offload"}
+# Only the environment carries these: accelerate's plugin reads them there, whoever constructs it.
+FSDP_ENVIRONMENT_KEYS = ("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules")
 
 
 class FullyShard(Engine):
@@ -150,6 +152,7 @@ class Fsdp2(FullyShard):
     dimensions: tuple[str, ...] = ("dp_shard", "cp")
     uses_fsdp_plugin = True
     plain_preset = "fsdp2"
+    script_keys: Mapping[str, Sequence[str]] = {"fsdp_config": (*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS)}
 
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]

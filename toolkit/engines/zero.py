@@ -21,6 +21,8 @@ NVME_VARIABLES = {
     "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
     "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
 }
+COLLECTIVES_FOLDER = "deepspeed/comm"
+LOADED_OP = r"DeepSpeed deepspeed\.\S+ built successfully"  # a line of its log
 # What its checkpoints hold beside tensors and plain containers.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -93,6 +95,7 @@ class Zero(Engine):
     needs_for_kernels = ("a GPU and nvcc, for DeepSpeed's CUDA quantiser",)
     plain_preset = "zero3"
     checkpoint_weights = 5  # also fp32 master weights, and (ZeRO-1 and ZeRO-2) its own copy beside the safetensors
+    script_keys: Mapping[str, Sequence[str]] = {"deepspeed_config": ("deepspeed_config_file",)}
     settings_option = "--deepspeed_config_file"
     settings_variable = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
     no_trace = "DeepSpeed reads the values and addresses of its tensors"

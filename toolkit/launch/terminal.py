@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from toolkit.engines.zero import LOADED_OP
 from toolkit.entry_point import print_message
 from toolkit.record.timeline import LAUNCH, read_timeline
 from toolkit.record.training_progress import STEP_LINE
@@ -24,7 +25,7 @@ from toolkit.units import counted, time_left
 # Lines that look like an error and are none: an optional kernel that is not installed, and an op that was loaded. And
 # the Trainer's for a log, which the observer prints for all ranks.
 _NOISE = re.compile(
-    r"Failed to load CPU gemm_4bit_forward from kernels-community|DeepSpeed deepspeed\.\S+ built successfully|"
+    rf"Failed to load CPU gemm_4bit_forward from kernels-community|{LOADED_OP}|"
     r"^{'loss': '[^']*', 'grad_norm': '[^']*', 'learning_rate': '[^']*', 'epoch': '[^']*'}$"
 )
 # A tqdm bar, which a pipe cuts into a line per redrawing: the step lines say the same.

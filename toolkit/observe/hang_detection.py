@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from toolkit.engines.zero import COLLECTIVES_FOLDER
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.observe.failure_report import report_hang
 from toolkit.observe.progress import STEP_PHASES, Progress
@@ -32,7 +33,7 @@ PROGRESS_CPU_SECONDS = 1.0
 # Where a compiler or an autotuner is on the stack.
 COMPILERS = ("torch/_inductor", "torch/_dynamo", "torch/_functorch", "triton", "torch/utils/cpp_extension.py")
 # Where a rank waits for others: in a collective, in a backward that reduces gradients, for another process's build.
-WAITS = ("torch/distributed", "deepspeed/comm", "torch/autograd/graph.py", "torch/utils/file_baton.py")
+WAITS = ("torch/distributed", COLLECTIVES_FOLDER, "torch/autograd/graph.py", "torch/utils/file_baton.py")
 # A compiler that has run for so long is named.
 NAMED_AFTER_SECONDS = 60.0
 # After this long a rank that claimed to report a hang, and did not end the run, is overruled.

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from transformers import TrainerCallback
 
+from toolkit.engines.compiled_ops import SHARED_MEMORY_OP
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.timer import StepTimer
 
@@ -28,7 +29,7 @@ Lanes = dict[str, list[Interval]]
 
 DATA_WAIT_EVENT = "toolkit.data_wait"
 STEP_EVENT_PREFIX = "ProfilerStep#"
-COLLECTIVE_PREFIXES = ("gloo:", "nccl:", "c10d::", "record_param_comms", "deepspeed_shm_comm", "_c10d_functional::")
+COLLECTIVE_PREFIXES = ("gloo:", "nccl:", "c10d::", "record_param_comms", SHARED_MEMORY_OP, "_c10d_functional::")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS = ("compute", "communication", "exposed_communication", "data_wait", "idle")
 # Finer than a pixel of the report's timeline: closer intervals are joined, shorter ones left out.

@@ -157,7 +157,7 @@ def degree_world_size(case: Case, preset: PresetSpec) -> Answers:
 def sequence_parallel_stage(case: Case) -> Answers:
     preset = case.preset
     if preset is not None and "sp" in preset.parallel and not preset.shards_parameters:
-        why = "makes gradients sp times too large: below stage 3 DeepSpeed sums those of a sequence's parts"
+        why = "makes gradients sp times too large: below stage 3 ZeRO sums those of a sequence's parts"
         yield preset_answer(preset, why, "`--preset ulysses`, or stage 3 in its JSON")
 
 
@@ -198,7 +198,7 @@ def parallel_method(case: Case, preset: PresetSpec) -> Answers:
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
     attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
-        why = "DeepSpeed exchanges heads in front of SDPA and flash attention only"
+        why = "heads are exchanged in front of SDPA and flash attention only"
         yield method_answer(case, attention, why, hint)
     if "cp" in preset.parallel and job.attn_implementation not in (None, AUTO, "sdpa"):
         yield method_answer(case, attention, "ring attention replaces SDPA", hint)

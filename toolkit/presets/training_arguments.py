@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engines import sharded_at_load, split_sequences
 from toolkit.engines.compiled_ops import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.engines.engine import ENGINE_VARIABLES
-from toolkit.engines.fsdp2 import FSDP_CONFIG_KEYS
 from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero_process import join_group_on_cpu
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json_object
@@ -36,13 +36,11 @@ from toolkit.presets.support import check_degrees_given, check_supported
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# Only the environment carries these: accelerate's plugin reads them there, whoever constructs it.
-FSDP_ENVIRONMENT_KEYS = ("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules")
-# What a preset may set at the YAML's top level; anything else is read by the launcher only.
+# What a preset may set at the YAML's top level beside its engine's block; anything else is read by the launcher only.
 YAML_KEYS = {
-    *("compute_environment", "distributed_type", "mixed_precision", "fsdp_config", "deepspeed_config"),
-    *("parallelism_config", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
-    *("gpu_ids", "rdzv_backend", "same_network", "main_training_function", "use_cpu", "debug"),
+    *("compute_environment", "distributed_type", "mixed_precision", "parallelism_config", "num_processes"),
+    *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids", "rdzv_backend"),
+    *("same_network", "main_training_function", "use_cpu", "debug"),
 }
 SDPA = "sdpa"
 
@@ -72,11 +70,8 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
     False
     """
     config = preset.accelerate_config()
-    known = {
-        "fsdp_config": {*FSDP_CONFIG_KEYS, *FSDP_ENVIRONMENT_KEYS, PARALLEL_KEY},
-        "deepspeed_config": {"deepspeed_config_file", PARALLEL_KEY},
-    }
-    lost = [key for key in config if key not in YAML_KEYS]
+    known = {block: {*keys, PARALLEL_KEY} for engine in ENGINES.values() for block, keys in engine.script_keys.items()}
+    lost = [key for key in config if key not in YAML_KEYS and key not in known]
     lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
     if lost:
         raise ToolkitError(
