@@ -56,6 +56,8 @@ RESULTS_MODELS: dict[str, type[Model]] = {
     )
 }
 
+NAMES_SAY_ALL = (InstalledGpu, Disk, TimelineRank)
+
 # Table of a page of evidence -> the benchmark that recorded it.
 RECORDED = {"overhead": "overhead", "traced_grid": "plan_errors"}
 RECORDED |= dict.fromkeys(("observed_pages_kept", "first_step"), "overhead")
@@ -330,11 +332,13 @@ def _alias_rows(word: str, alias: Alias) -> Iterator[str]:
 
 
 SHARED = "Options of several commands"
+PRESET = "preset or YAML file"
+FLAGS_ON = {"browser", "timeline", "requeue", "check-files"}  # typer names a flag that is on by default
 Record = tuple[str, str]  # an option with its metavar, and its help text
 
 
 def commands() -> str:
-    """Return every command: its help text, arguments and options.
+    """Return every command: the first paragraph of its help, its arguments and options.
 
     What all commands of a group have is listed with the group. What several others have is listed once, at the end.
     """
@@ -355,7 +359,7 @@ def commands() -> str:
         if name not in below:
             sections.append(_section(name, command, [], shared))
             continue
-        sections.append(f"## {name}\n\n{command.help}\n")
+        sections.append(f"## {name}\n\n{_first_paragraph(command)}\n")
         if own := [record for record in in_group[name] if record not in shared]:
             sections.append(f"All of its commands have:\n\n{_option_list(own)}\n")
         sections += [
@@ -386,42 +390,60 @@ def _records(name: str, command: Any) -> list[Record]:
     return [record for parameter in parameters if (record := parameter.get_help_record(context))]
 
 
+def _first_paragraph(command: Any) -> str:
+    return " ".join(command.help.split("\n\n")[0].split())
+
+
 def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequence[Record]) -> str:
-    """Return a command's help, its arguments and own options, and a line with the options that it shares."""
-    lines = [f"## {name}\n\n{command.help}\n"]
+    """Return a command's summary, its arguments and own options, and a line with the options that it shares."""
+    lines = [f"## {name}\n\n{_first_paragraph(command)}\n"]
     records = [record for record in _records(name, command) if record not in of_group]
     if unshared := [record for record in records if record not in shared]:
         lines.append(_option_list(unshared) + "\n")
     common = [record for record in records if record in shared and record[0] != "--json"]  # the page names it once
     if common:
-        names = ", ".join(f"`{_metavar(option).split(' <')[0]}`" for option, _ in common)
-        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {names}.\n")
+        names = ", ".join(f"`{_without_type(option)}`" for option, _ in common)
+        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {names}\n")
     return "\n".join(lines)
 
 
 def _option_list(records: Sequence[Record]) -> str:
-    """Return the options with their help texts; names alone of those that are training arguments."""
+    """Return the options in two columns; names alone of those that are training arguments."""
     fields = {field.name for each in (ModelArguments, DataArguments) for field in dataclasses.fields(each)}
     in_training = [
         (first, text)
         for first, text in records
         if first.lstrip("-").split(" ")[0].replace("-", "_") in fields and "default" not in text
     ]
-    lines = [f"- `{_metavar(first)}`: {_cell(text)}" for first, text in records if (first, text) not in in_training]
+    own = [(_without_type(first), _short(text)) for first, text in records if (first, text) not in in_training]
+    width = max((len(first) for first, _ in own), default=0)
+    lines = ["```text", *(f"{first:{width}}  {text}" for first, text in own), "```"] if own else []
     if in_training:
-        names = ", ".join(f"`{_metavar(first)}`" for first, _ in in_training)
-        lines.append(f"- as in [training](arguments.md): {names}")
-    return "\n".join(lines)
+        names = ", ".join(f"`{_without_type(first)}`" for first, _ in in_training)
+        lines += ["", f"As in [training](arguments.md): {names}"]
+    return "\n".join(lines).strip()
 
 
-def _metavar(option: str) -> str:
-    """Return an option in one word, and its type: `--cpu / --no-cpu` becomes `--[no-]cpu`."""
+def _without_type(option: str) -> str:
+    """Return an option in one word: `--cpu / --no-cpu` becomes `--[no-]cpu`, and `-v, --verbose` its long name."""
     option = re.sub(r"--([\w-]+) / --no-\1", r"--[no-]\1", option)
-    return re.sub(r"list\[(\w+)\]", r"\1", option).replace(" range>", ">").replace("<Path>", "<path>")
+    return option.removeprefix("-v, ").split(" ")[0]
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("<", "&lt;").replace(" (see `toolkit presets`)", "")
+def _short(text: str) -> str:
+    """Return a help text's first clause, what marks the option, and its default; `--help` has the rest."""
+    text = (
+        text.replace(" (see `toolkit presets`)", "")
+        .replace("`", "")
+        .replace("a preset, or an accelerate YAML file", PRESET)
+    )
+    text, _, marks = text.partition("  [")
+    default = re.search(r"default: ([^;\]]+)", marks) or re.search(r"; (?:by )?default:? (.*)", text)
+    words = [text.split("; ")[0].split(", repeatable")[0].split(", for example")[0]]
+    words += ["[required]"] * ("required" in marks) + ["[repeatable]"] * ("repeatable" in text)
+    if default and default[1] not in FLAGS_ON:
+        words.append(f"[{default[1]}]")
+    return " ".join(words)
 
 
 # How a row combines its repeats, as the tables of `results.json` say it; docs/reference/results.md explains the words.
@@ -447,6 +469,8 @@ def results_table(name: str) -> str:
     keys = [*model.model_fields]
     if model is Run:
         keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
+    if model in NAMES_SAY_ALL:
+        return ", ".join(f"`{key}`" for key in keys)
     explained = [key for key in keys if not (model is Row and key in measured)]
     listed = definitions({key: " ".join((model.model_fields[key].description or "").split()) for key in explained})
     if model is not Row:
@@ -457,7 +481,7 @@ def results_table(name: str) -> str:
         if repeats or key in measured:
             ways.setdefault(COMBINED[repeats] if repeats else "one per row", []).append(f"`{key}`")
     combined = [f"- {way}: {', '.join(names)}." for way, names in ways.items()]
-    return "\n".join([listed, "", "How a row combines its repeats:", "", *combined])
+    return "\n".join([listed, "", "A row combines its repeats:", "", *combined])
 
 
 def measured_table() -> str:

@@ -50,29 +50,29 @@ class Environment(Model):
     """The node and the versions that every row ran on."""
 
     device: str
-    """`cpu`, or the accelerator that computed, such as `cuda`."""
+    """`cpu` or `cuda`."""
     gpus: tuple[InstalledGpu, ...]
-    """Every GPU of the node; empty on a CPU."""
+    """Every GPU of the node."""
     cpu: str | None = None
-    """Model name of the CPU."""
+    """Model of the CPU."""
     cpu_count: PositiveCount | None = None
-    """CPU cores that the processes may use (a container's limit, where there is one)."""
+    """CPU cores that the processes may use."""
     host_memory_bytes: Annotated[Bytes, Column(unit="bytes")] = None
     """Host memory that the processes may use."""
     versions: dict[str, str]
-    """Version of each library, by distribution name."""
+    """Version of each library."""
     python: str
     """Version of Python."""
     git_commit: str | None = None
-    """Commit of the working tree that ran the comparison."""
+    """Commit of the toolkit."""
     disk: Disk | None = None
-    """The disk that the comparison was written to."""
+    """Disk of the comparison."""
     links: str | None = None
-    """Output of `nvidia-smi topo -m`; null where it is not available."""
+    """Output of `nvidia-smi topo -m`."""
     memory_limit_bytes: Annotated[Bytes, Column(unit="bytes")] = None
-    """Host memory that the container (cgroup) allows; null without a limit."""
+    """Memory limit of the container."""
     cpu_limit: NonNegativeReal | None = None
-    """CPU cores that the container (cgroup) allows; null without a limit."""
+    """CPU limit of the container."""
     system: str | None = None
     """Operating system and kernel."""
 
@@ -81,73 +81,71 @@ class ComparedJob(Model):
     """The fine-tuning job that every row trains."""
 
     script: str | None = None
-    """Your own script or module; null for the toolkit's."""
+    """Your own script or module."""
     script_sha256: str | None = None
     """Digest of its file."""
     model: Shareable | None
-    """Hub id or folder of the model; null with your own script."""
+    """Hub id or folder of the model."""
     dataset: Shareable | None
-    """Hub ids or files of the data, joined by `, `; null with your own script."""
+    """Hub ids or files of the data."""
     training_arguments: Annotated[tuple[Shareable, ...], AfterValidator(lambda words: tuple(hide_words(words)))]
-    """What followed `--`, with paths relative to the working directory or to `~`; each secret is `***`."""
+    """What followed `--`; secrets are `***`."""
     stop_after_steps: PositiveCount | None = None
-    """Steps after which each trial of your own script was stopped; null: where it ends."""
+    """Steps after which each trial was stopped."""
     untimed_steps: Count
-    """Optimizer steps at the start that no speed counts."""
+    """First steps that no speed counts."""
     seed: int | None
-    """Random seed. For your own script this and the next two are as the Trainer had them in the baseline's first
-    trial."""
+    """Random seed. For your own script: as the Trainer had it in the baseline's first trial."""
     per_device_train_batch_size: PositiveCount | None
     """Sequences per accumulation step and rank."""
     gradient_accumulation_steps: PositiveCount | None
     """Accumulation steps per optimizer step."""
     compute_dtype: str
-    """Dtype of the forward and backward passes, such as `float32` or `bfloat16`."""
+    """Dtype of forward and backward."""
 
 
 class ComparisonMethod(Model):
     """How the rows were measured and compared."""
 
     repeats: PositiveCount
-    """Repeats of each row that were planned."""
+    """Planned repeats of each row."""
     order_seed: int
     """Seed of the running order."""
     interval: str
     """How intervals are computed, in words."""
     ratio_confidence: Share
-    """Confidence level of each `ratio_interval` (0 to 1)."""
+    """Confidence level of each `ratio_interval`."""
     target_interval: NonNegativeReal | None = None
-    """Fraction of the median step at which half its 95 % confidence interval ended a trial; null: all steps ran."""
+    """Fraction of the median step at which half its 95 % interval ended a trial."""
     ranks_per_gpu: PositiveCount = 1
-    """Ranks that shared each GPU; above 1 no speed is known."""
+    """Ranks that shared each GPU."""
     scaling: Scaling | None = None
-    """`strong`: the same global batch for each number of processes; `weak`: the same batch per process; null with a
-    single number of processes."""
+    """`strong`: the same global batch for each number of processes; `weak`: the same batch per process."""
 
 
 class Results(Model):
     """A comparison of presets on one fine-tuning job. An unknown is null; bytes are integers; keys may be added."""
 
     schema_version: Literal[1] = 1
-    """Version of this schema; raised when a key changes its meaning or is removed."""
+    """Raised when a key changes its meaning."""
     created: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-    """When the comparison was written (ISO 8601, UTC)."""
+    """ISO 8601, UTC."""
     reference: str
-    """The baseline: the preset that the others are compared with."""
+    """The baseline."""
     environment: Environment
-    """The node and the versions that every row ran on."""
+    """Node and versions of every row."""
     job: ComparedJob
-    """The fine-tuning job that every row trains."""
+    """The job that every row trains."""
     rows: tuple[Row, ...]
     """One per preset and number of processes, in the order of the options."""
     trials: tuple[Run, ...]
-    """One per trial that ran, in the running order."""
+    """One per trial, in running order."""
     method: ComparisonMethod
-    """How the rows were measured and compared."""
+    """How rows were measured and compared."""
     unfinished: bool = False
-    """True where the comparison had stopped before its last trial."""
+    """True if it stopped before its last trial."""
     price_per_gpu_hour: NonNegativeReal | None = None
-    """Price of one GPU for an hour; null if none was given."""
+    """Price of one GPU for an hour."""
 
     @property
     def on_cpu(self) -> bool:

@@ -84,52 +84,52 @@ class Failure(Model):
     kind: str
     """The status that the run ended with."""
     phase: str | None = None
-    """The rank's phase, as in `failure.json`; null where no rank could report it."""
+    """The rank's phase, as in `failure.json`."""
     step: Count | None = None
-    """Optimizer steps completed before the failure."""
+    """Optimizer steps completed."""
     rank: int | None = None
     """The rank that failed first."""
     predicted_bytes: Annotated[Bytes, Column(unit="bytes")] = None
-    """Peak of one rank that the planner predicted; null without a plan."""
+    """Planned peak of one rank."""
     measured_bytes: Annotated[Bytes, Column(unit="bytes")] = None
-    """Highest peak measured before the failure: allocated, or on a CPU resident."""
+    """Highest peak measured: allocated, or on a CPU resident."""
 
 
 class Probe(Model):
     """One size that the search for the largest per-GPU batch tried."""
 
     per_device_train_batch_size: PositiveCount
-    """The per-GPU batch, tried for two steps that begin with the longest rows."""
+    """The batch, tried for two steps that begin with the longest rows."""
     status: RowStatus
-    """How the probe ended; a size runs only if it is `completed`."""
+    """How the probe ended; `completed` if the size runs."""
     message: str | None
-    """Why it did not complete, as the failing rank reported it."""
+    """Why it did not complete."""
     failure: Failure | None
-    """The same as facts, as in a row; null where it completed."""
+    """The same as facts."""
 
 
 class FlopsPerToken(Model):
     """FLOPs of one token, by each common way of counting."""
 
     num_params: Count
-    """Parameters that are counted: all, or in a mixture of experts those that one token passes through."""
+    """Parameters that one token passes through."""
     seq_length: Count
-    """Length of attention: the mean of the timed steps' sequences, padding included."""
+    """Length of attention: the mean of the timed sequences, padding included."""
     causal: Count
-    """Forward and backward, with the half of the attention scores that a causal mask keeps."""
+    """Forward and backward, with half of the attention scores."""
     full_attention: Count
-    """The same with all attention scores."""
+    """With all attention scores."""
     without_embeddings: Count
-    """Like `causal`, without embedding tables; a tied table is also the output layer, and counts."""
+    """`causal` without embedding tables, but with a tied one."""
     hardware: Count
-    """Like `causal`, with the forward pass that activation checkpointing repeats."""
+    """`causal` and the forward pass that activation checkpointing repeats."""
 
 
 class TimelineRank(Model):
     rank: Count
     """The rank."""
     start_seconds: Annotated[NonNegativeReal, Column(unit="s")]
-    """Its start after the earliest rank's."""
+    """Start after the earliest rank's."""
     seconds: Annotated[NonNegativeReal, Column(unit="s")]
     """Length of its step."""
     lanes: Annotated[dict[str, tuple[Interval, ...]], Column(unit="s")]
@@ -186,63 +186,59 @@ class _Outcome(Model):
     """What a run and a row have in common: which it is, how it ended, and what the ranks attested."""
 
     trial: str
-    """Name of the row, such as `zero2-n2`, or of the trial: the row's name and the repeat, `zero2-n2-r0`."""
+    """Name of the row, `zero2-n2`, or of its repeat, `zero2-n2-r0`."""
     preset: str
-    """Stem of the preset's file, or the name of a variant."""
+    """Preset, or name of a variant."""
     world_size: Annotated[PositiveCount, Column("processes", fixed(0))]
     """Processes (ranks), one per GPU."""
     status: RowStatus
-    """How the trial ended, or `not_supported` on this node. A row is `completed`, and has comparable figures, if all
-    its repeats are."""
+    """How the trial ended, or `not_supported` on this node. A row is `completed` if all its repeats are."""
     message: str | None = None
-    """Why it did not complete, or is not supported; of a completed row, what suggests that it diverged."""
+    """Why it did not complete, or what suggests that it diverged."""
     phase: Annotated[str | None, Column(in_csv=False)] = None
-    """The phase in which it failed."""
+    """Phase in which it failed."""
     failure: Annotated[Failure | None, Column(in_csv=False)] = None
-    """Why it did not complete, as facts; null where it completed."""
+    """Why it did not complete, as facts."""
     parity: Parity | None = None
-    """`reference` (it is the baseline), `agrees` or `parity failed`; null where it could not be checked, or the row
-    differs by design."""
+    """`reference` (the baseline), `agrees` or `parity failed`; null if unchecked, or different by design."""
     parity_message: str | None = None
-    """Both values and the tolerance where parity failed, or what differs by design."""
+    """Both values and the tolerance, or what differs by design."""
     tokens_per_second_per_gpu: Annotated[
         Measured, Column("tokens/s\nper {process}", speed, unit="tokens/s", repeats=Repeats.COMMON_STEPS, is_speed=True)
     ] = None
     """`tokens_per_second` over `world_size`."""
     ratio_to_reference: Annotated[Measured, Column("ratio to\n{baseline}", fixed(3), is_speed=True)] = None
-    """Tokens per second without padding over the baseline's with the same `world_size`. Null without a baseline, or
-    where the row did not complete or failed parity."""
+    """Tokens per second without padding over the baseline's with the same `world_size`."""
     num_params: Count | None = None
     """Parameters of the whole model."""
     num_trainable_params: Count | None = None
     """Parameters that are trained."""
     parameter_bytes: Annotated[Bytes, Column("param.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
-    """Weights of one rank between steps, the maximum over ranks, offloaded ones included."""
+    """Weights of one rank between steps, offloaded ones included."""
     gradient_bytes: Annotated[Bytes, Column("grad.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
-    """Gradients of one rank before the optimizer step, the maximum over ranks."""
+    """Gradients of one rank before the optimizer step."""
     optimizer_bytes: Annotated[Bytes, Column("optim.\n{unit}", unit="bytes", repeats=Repeats.MIDDLE)] = None
-    """Optimizer states and fp32 master weights of one rank, the maximum over ranks."""
+    """Optimizer states and fp32 master weights of one rank."""
     accumulated_gradient_bytes: Annotated[Bytes, Column(unit="bytes", repeats=Repeats.MIDDLE)] = None
-    """Gradients of one rank between the accumulation steps of the first step, the maximum over ranks."""
+    """Gradients of one rank between accumulation steps."""
     accumulate: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
-    """Gradients between accumulation steps: `sharded` or `whole`; null with one accumulation step."""
+    """These are `sharded` or `whole`."""
     compute_dtype: Annotated[str | None, Column(repeats=Repeats.MIDDLE, in_csv=False)] = None
-    """Dtype of the forward and backward passes."""
+    """Dtype of forward and backward."""
     layout: Annotated[str | None, Column("layout", repeats=Repeats.MIDDLE, only_if_known="layout")] = None
-    """Degrees of parallelism above 1: `dp_shard 2 x tp 2`; null for data parallelism alone."""
+    """Degrees of parallelism above 1: `dp_shard 2 x tp 2`."""
     kernels: Annotated[str | None, Column("kernels", repeats=Repeats.MIDDLE)] = None
-    """Fast paths that ran in the first step, unexpected ones first: `attention eager for flash_attention_2;
-    optimizer_path fused`."""
+    """Fast paths of the first step, unexpected ones first: `attention eager for flash_attention_2`."""
     num_nodes: Annotated[PositiveCount | None, Column("nodes", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
-    """Nodes that its ranks ran on, by their host names."""
+    """Nodes of its ranks."""
     attestation_sha256: Annotated[str | None, Column(repeats=Repeats.MIDDLE)] = None
     """Digest of the run's attestation.json."""
     startup_seconds: Annotated[Measured, Column("start-up s", fixed(1), unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
-    """From launch to the first step: processes, imports, data, model and engine."""
+    """From launch to the first step."""
     wall_seconds: Annotated[Measured, Column("wall s", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
-    """From launch to exit: start-up, untimed steps and saving included."""
+    """From launch to exit."""
     goodput_fraction: Annotated[Fraction, Column("goodput", percent, repeats=Repeats.MEDIAN_OF_ALL)] = None
-    """Time of kept steps, without waiting, over the time while processes of the run existed (0 to 1)."""
+    """Time of kept steps, without waiting, over the time of the processes (0 to 1)."""
     checkpoint_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
     """Training stood still for saves."""
     evaluation_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
@@ -250,13 +246,13 @@ class _Outcome(Model):
     restart_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
     """From each fault to the first step after it."""
     lost_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
-    """Steps that were trained again, and the time until a fault ended the processes."""
+    """Steps that were trained again, and the time until the fault."""
     waiting_seconds: Annotated[Measured, Column(unit="s", repeats=Repeats.MEDIAN_OF_ALL)] = None
     """In kept steps: until every rank had its batch, and for the slowest rank."""
     run_folder: Annotated[str, Column(repeats=Repeats.MIDDLE)] = ""
     """The trial's run folder, relative to `results.json`."""
     command: Annotated[Shareable, AfterValidator(hide_secrets)] = ""
-    """The command that runs the trial again, in the working directory of the comparison; each secret is `***`."""
+    """Command that runs the trial again; secrets are `***`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -329,7 +325,7 @@ class Run(Measurements, _Outcome):
     position: Count
     """Place in the running order, from 0."""
     problem: TrainedProblem | None = None
-    """What was trained, as the ranks attested it; parity compares these values."""
+    """What was trained, as the ranks read it; parity compares these values."""
 
     @property
     def label(self) -> str:
@@ -342,15 +338,15 @@ class SideRunFigures(Model):
     """What a run that no speed counts adds to a row."""
 
     communication_fraction: Annotated[Measured, Column("communication", percent)] = None
-    """Share of the profiled steps spent in collectives, mean over ranks (0 to 1); null without `--profile`."""
+    """Share of the profiled steps spent in collectives (0 to 1)."""
     exposed_communication_fraction: Annotated[Measured, Column("of it exposed", percent)] = None
-    """The part of `communication_fraction` during which nothing is computed."""
+    """The part during which nothing is computed."""
     save_seconds: Annotated[Measured, Column("save s", fixed(1), unit="s")] = None
-    """Time of one complete checkpoint, manifest included; null without `--measure-save`."""
+    """Time of one complete checkpoint."""
     save_bytes: Annotated[Bytes, Column("checkpoint GiB", GIB_UNIT.text, unit="bytes")] = None
-    """Size of that checkpoint, files of all ranks."""
+    """Its size, all ranks."""
     timeline: Annotated[Timeline | None, Column(in_csv=False)] = None
-    """One profiled step on every rank; null without `--profile`."""
+    """One profiled step on every rank."""
 
 
 _tenths_of_percent = functools.partial(percent, digits=1)
@@ -362,14 +358,13 @@ class Row(SideRunFigures, Figures, _Outcome):
     repeats: Count = 0
     """Repeats that completed."""
     group: str | None = None
-    """What sets the row apart by design, such as `ddp_comm_hook int8`: it is ranked only within its group, and its
-    losses are not compared. Null: it trains the baseline's problem."""
+    """What sets the row apart by design, such as `ddp_comm_hook int8`: it is ranked only within its group."""
     per_device_train_batch_size: Annotated[
         PositiveCount | None, Column("per-GPU\nbatch", fixed(0), only_if_known="own_batch")
     ] = None
-    """Sequences per accumulation step and rank in this row."""
+    """Sequences per accumulation step and rank."""
     step_seconds_interval: Annotated[Interval | None, Column(unit="s", is_speed=True, in_csv=False)] = None
-    """95 % confidence interval `[low, high]` of `step_seconds_median`; null with fewer than two repeats."""
+    """95 % confidence interval `[low, high]` of the median."""
     tokens_per_second_interval: Annotated[
         Interval | None,
         Column(
@@ -384,46 +379,41 @@ class Row(SideRunFigures, Figures, _Outcome):
         Interval | None,
         Column("its\ninterval", interval(lambda end: number(end, 3 if end < 100 else 0)), is_speed=True, in_csv=False),
     ] = None
-    """Confidence interval of `ratio_to_reference` at `method.ratio_confidence`; null with fewer than two repeats of
-    either."""
+    """Confidence interval of `ratio_to_reference` at `method.ratio_confidence`."""
     difference: Annotated[Difference | None, Column(is_speed=True)] = None
-    """`faster` or `slower` where `ratio_interval` excludes 1, else `no difference seen`; `reference` for the baseline;
-    null without an interval."""
+    """`faster` or `slower` where `ratio_interval` excludes 1, else `no difference seen`; `reference`."""
     rank: Annotated[PositiveCount | None, Column("place\nby speed", fixed(0), is_speed=True)] = None
-    """Place by speed within its `world_size` and `group`, 1 the fastest; null unless intervals separate it from every
-    other row."""
+    """Place by speed within `world_size` and `group`; null unless intervals separate it from every other row."""
     speed_up: Annotated[Measured, Column("speed-up", fixed(2), is_speed=True)] = None
-    """`tokens_per_second` over the same preset's with the fewest processes; null with a single number of processes."""
+    """`tokens_per_second` over the same preset's with the fewest processes."""
     scaling_efficiency: Annotated[Measured, Column("of ideal", percent, is_speed=True)] = None
     """`speed_up` over the ratio of the numbers of processes; 1 is ideal."""
     planned_peak_bytes: Annotated[Bytes, Column("peak\nplanned\n{unit}", unit="bytes")] = None
-    """Planned peak of one rank with CUDA context and fragmentation, as the GPU reports it; null on a CPU or without a
-    plan."""
+    """Planned peak as the GPU reports it, with CUDA context and fragmentation."""
     planned_allocated_bytes: Annotated[Bytes, Column(unit="bytes")] = None
-    """The allocator's part of it, to compare with `peak_allocated_bytes`."""
+    """The allocator's part of it."""
     planned_gpu_parameter_bytes: Annotated[Bytes, Column("param. on\na GPU, plan\n{unit}", unit="bytes")] = None
-    """Planned `parameter_bytes` on as many GPUs, in the preset's mixed precision (on a CPU everything is fp32); null
-    without a plan."""
+    """Planned `parameter_bytes` on GPUs, in the preset's mixed precision."""
     planned_gpu_gradient_bytes: Annotated[Bytes, Column("grad. on\na GPU, plan\n{unit}", unit="bytes")] = None
-    """`gradient_bytes` in the same plan."""
+    """Planned `gradient_bytes`."""
     planned_gpu_optimizer_bytes: Annotated[Bytes, Column("optim. on\na GPU, plan\n{unit}", unit="bytes")] = None
-    """`optimizer_bytes` in the same plan."""
+    """Planned `optimizer_bytes`."""
     flops_per_token: Annotated[FlopsPerToken | None, Column(in_csv=False)] = None
-    """FLOPs of one token; null where the model's shape is unknown."""
+    """FLOPs of one token."""
     mfu: Annotated[Measured, Column("MFU", _tenths_of_percent, is_speed=True, only_if_known="mfu")] = None
     """Model FLOPs utilisation (0 to 1): `flops_per_token.causal` times `tokens_per_second_per_gpu` over the GPU's dense
-    peak in the compute dtype; null on a CPU or an unlisted GPU."""
+    peak."""
     mfu_full_attention: Annotated[Measured, Column("MFU, full\nattention", _tenths_of_percent, is_speed=True)] = None
-    """The same with `flops_per_token.full_attention`, as most published figures count."""
+    """The same with `full_attention`, as most published figures count."""
     hfu: Annotated[Measured, Column("HFU", _tenths_of_percent, is_speed=True)] = None
-    """Hardware FLOPs utilisation: the same with `flops_per_token.hardware`."""
+    """Hardware FLOPs utilisation: the same with `hardware`."""
     cost_per_million_tokens: Annotated[
         Measured,
         Column("cost per\n10⁶ tokens", "{:.3g}".format, is_speed=True, only_if_known="cost_per_million_tokens"),
     ] = None
-    """Price of a million non-padding tokens; null on a CPU or without `price_per_gpu_hour`."""
+    """Price of a million non-padding tokens."""
     probes: Annotated[tuple[Probe, ...] | None, Column(in_csv=False)] = None
-    """Sizes that the search for the largest per-GPU batch tried, by size; null without `--find-max-batch`."""
+    """Sizes that `--find-max-batch` tried."""
 
     @property
     def own_batch(self) -> int | None:

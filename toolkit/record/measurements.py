@@ -43,15 +43,15 @@ class MemoryByPhase(Model):
     """Bytes of one rank after each phase of its first step, each the maximum over ranks and repeats."""
 
     bytes_of: str
-    """`allocated`: in tensors of the CUDA allocator; `rss`: resident memory of the process, on a CPU."""
+    """`allocated` by CUDA's allocator, or on a CPU `rss`."""
     load: Annotated[Bytes, Column(unit="bytes")] = None
-    """When the engine is ready, before the first step."""
+    """Before the first step."""
     forward: Annotated[Bytes, Column(unit="bytes")] = None
     """After the forward pass of the first accumulation step."""
     backward: Annotated[Bytes, Column(unit="bytes")] = None
     """After its backward pass."""
     step: Annotated[Bytes, Column(unit="bytes")] = None
-    """After the first optimizer step, gradients released."""
+    """After the optimizer step, gradients released."""
 
 
 def _tokens_per(heading: str, repeats: Repeats | None = None) -> Column:
@@ -77,53 +77,52 @@ class Figures(Model):
     """Tokens of the timed steps, padding included, over their wall time; all ranks together. Null where parity
     failed."""
     non_padding_tokens_per_second: Annotated[Measured, _tokens_per("non-padding\ntokens/s")] = None
-    """`tokens_per_second` without padding: times 1 - `padding_fraction`."""
+    """The same without padding."""
     supervised_tokens_per_second: Annotated[Measured, _tokens_per("supervised\ntokens/s", Repeats.GEOMETRIC_MEAN)] = (
         None
     )
-    """Like `tokens_per_second`, counting only tokens that the loss counts."""
+    """The same of tokens that the loss counts."""
     tokens_per_cpu_second: Annotated[Measured, _tokens_per("tokens per\nCPU-second", Repeats.GEOMETRIC_MEAN)] = None
-    """Tokens of the timed steps over all ranks' CPU time in them; steadier than wall time on a shared node."""
+    """Tokens over all ranks' CPU time; steadier than wall time on a shared node."""
     padding_fraction: Annotated[Fraction, Column("padding", percent, repeats=Repeats.MIDDLE)] = None
-    """Padding tokens over all tokens of the timed steps (0 to 1)."""
+    """Padding tokens over all tokens (0 to 1)."""
     timed_steps: Annotated[Count, Column("timed\nsteps", fixed(0))] = 0
-    """Optimizer steps that the speeds count; of a row, in each repeat. 0 where none was reached."""
+    """Optimizer steps that the speeds count; of a row, in each repeat."""
     timed_seconds: Annotated[Measured, Column("timed\ns", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
-    """Wall time of the timed steps, with data loading and without evaluation, saving and logging."""
+    """Their wall time, with data loading, without evaluation, saving and logging."""
     step_seconds_median: Annotated[Measured, _step("step\nmedian s")] = None
     """Median of the timed steps, data loading included."""
     step_seconds_p90: Annotated[Measured, _step("step\np90 s")] = None
-    """90th percentile of the timed steps."""
+    """Their 90th percentile."""
     rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
-    """Own work (data loading, first forward, optimizer) of the slowest rank over the median rank's, median over the
-    timed steps; 1 where no rank delays the others."""
+    """Own work (data loading, first forward, optimizer) of the slowest rank over the median rank's; 1 where none delays
+    the others."""
     ranks_per_gpu: Annotated[Count | None, Column(repeats=Repeats.MIDDLE)] = None
-    """Ranks that shared each GPU, which leaves the run without speeds; null where each had its own."""
+    """Ranks that shared each GPU, which leaves the run without speeds."""
     peak_allocated_bytes: Annotated[Bytes, _peak("peak\nallocated\n{unit}")] = None
-    """Peak of the CUDA allocator on the largest rank; null on a CPU."""
+    """Peak of CUDA's allocator on the largest rank."""
     peak_reserved_bytes: Annotated[Bytes, _peak("peak\nreserved\n{unit}")] = None
-    """Peak that the CUDA allocator reserved on the largest rank; null on a CPU."""
+    """Peak that it reserved."""
     peak_host_bytes: Annotated[Bytes, _peak("peak\nRSS\n{unit}")] = None
     """Peak resident host memory (RSS) of the largest rank, libraries included."""
     peak_rank: Annotated[Count | None, Column("on\nrank", fixed(0))] = None
-    """The rank with the highest allocated peak (on a CPU: resident memory)."""
+    """The rank with the highest peak."""
     peak_driver_bytes: Annotated[Bytes, _peak("peak\ndriver\n{unit}", Repeats.LARGEST_OF_ALL)] = None
-    """Highest memory of one rank's process by the driver (NVML, once per second), context and libraries included; null
-    where NVML cannot tell."""
+    """Highest memory of one rank by the driver (NVML, once per second), context and libraries included."""
     allocator_retries: Annotated[Count | None, Column("re-\ntries", fixed(0), repeats=Repeats.LARGEST_OF_ALL)] = None
-    """Times that the CUDA allocator freed its cache and retried, the maximum over ranks; null on a CPU."""
+    """Times that the allocator freed its cache and retried."""
     memory_by_phase: Annotated[MemoryByPhase | None, _document(Repeats.LARGEST_OF_ALL)] = None
     """Bytes of one rank after each phase of its first step."""
     energy_joules: Annotated[
         Measured, Column("energy\nkJ", lambda joules: number(joules / 1000, 1), unit="J", repeats=Repeats.MEDIAN_OF_ALL)
     ] = None
-    """Energy of all GPUs over the timed steps (NVML: mean power times `timed_seconds`); null where NVML cannot tell."""
+    """Energy of all GPUs over the timed steps (NVML: mean power times `timed_seconds`)."""
     throttle_reasons: Annotated[tuple[str, ...] | None, _document(Repeats.UNION_OF_ALL)] = None
-    """Why GPU clocks were reduced in a timed step; empty where they were not, null where NVML cannot tell."""
+    """Why GPU clocks were reduced in a timed step."""
     recompilations_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
-    """Graphs compiled in the timed steps, the maximum over ranks; null without `--torch_compile`."""
+    """Graphs compiled in the timed steps."""
     graph_breaks_after_first_steps: Annotated[Count | None, _document(Repeats.LARGEST_OF_ALL)] = None
-    """Graph breaks in the timed steps, the maximum over ranks; null without `--torch_compile`."""
+    """Graph breaks in the timed steps."""
     first_loss: Annotated[Number, Column(repeats=Repeats.MIDDLE)] = None
     """Loss of the first step."""
     last_loss: Annotated[Number, Column("last\nloss", fixed(4), repeats=Repeats.MIDDLE)] = None
@@ -133,7 +132,7 @@ class Figures(Model):
     grad_norms: Annotated[PerStep, _document(Repeats.MIDDLE)] = ()
     """Gradient norm of each step before clipping."""
     step_seconds: Annotated[PerStep, _document(Repeats.MIDDLE)] = ()
-    """Seconds of each step on the slowest rank, untimed steps included; empty where parity failed."""
+    """Seconds of each step on the slowest rank, untimed steps included."""
 
 
 class Measurements(Figures):

@@ -41,7 +41,7 @@ class RankReading(BaseModel):
     or `hybrid_shard`."""
     parameter_disk_bytes: Bytes = None
     optimizer_disk_bytes: Bytes = None
-    """DeepSpeed: the part of the next two that was only on a disk."""
+    """DeepSpeed: the part of the next two on a disk."""
     parameter_bytes: Bytes = None
     optimizer_bytes: Bytes = None
     """Model states on this rank, [defined below](#bytes-of-the-model-states)."""
@@ -57,67 +57,63 @@ class RankReading(BaseModel):
     adam_w_mode: bool | None = None
     """True if DeepSpeed's CPU Adam decouples weight decay."""
     fsdp2_groups: Count | None = None
-    """FSDP2: groups of parameters that are gathered together; 1 is the whole model."""
+    """FSDP2: groups of parameters that are gathered together."""
     dp_shard_size: Count | None = None
     """FSDP2: ranks that share one copy of the model."""
     optimizer_class: str | None = None
     optimizer_paged: bool | None = None
-    """Package and class of the inner optimizer, `torch.AdamW`; true if bitsandbytes may page its states to the host."""
+    """Class of the inner optimizer, `torch.AdamW`; true if bitsandbytes may page its states."""
     frozen_dtype: Dtype = None
-    """Dtype of frozen weights, 4-bit ones apart; null where all are trained."""
+    """Dtype of frozen weights, 4-bit ones apart."""
     gradient_bytes: Bytes = None
     gradient_dtype: Dtype = None
     reduce_dtype: Dtype = None
-    """Gradients on this rank; their dtypes (not verified under DeepSpeed) and those of
-    [their reduction](../concepts/numerics.md#gradient-reduction)."""
+    """Gradients, their dtype, and that of [their reduction](../concepts/numerics.md#gradient-reduction)."""
     quantized_bytes: Bytes = None
     quantization_constant_bytes: Bytes = None
     quantized_storage_dtype: Dtype = None
     load_in_4bit: bool | None = None
-    """Packed 4-bit weights and their constants in `parameter_bytes`, and their stored dtype, null without; true for a
-    base model in 4 bits."""
+    """Packed 4-bit weights and their constants in `parameter_bytes`; their stored dtype; true for a 4-bit base."""
     num_params: Count | None = None
     num_trainable_params: Count | None = None
-    """Parameters of the complete model, LoRA adapters included."""
+    """Parameters of the complete model, adapters included."""
     activation_checkpointing: bool | None = None
     activation_checkpointing_offload: bool | None = None
-    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured); if checkpointed
-    activations are in host memory."""
+    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured); if its inputs
+    are in host memory."""
     seed: int | None = None
     """Seed of the process's random state."""
     torch_compile: bool | None = None
     compiled_modules: Count | None = None
     graph_breaks: Count | None = None
-    """True if a graph was compiled; compiled modules, one per decoder layer; places where a graph ended within a
-    layer."""
+    """True if a graph was compiled; compiled modules; places where a graph ended within a layer."""
     neftune_noise_alpha: Setting = None
     attn_implementation: str | dict[str, Any] | None = None
-    """The noise on the embedding, or null; the attention in use."""
+    """The noise on the embedding; the attention in use."""
     layout: dict[str, Count] | None = None
     batch_group: list[int] | None = None
-    """Degrees of parallelism (`dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`), and ranks with the same rows
-    as this one; null for data parallelism alone."""
+    """Degrees of parallelism (`dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`); ranks with the same rows."""
     other_models: dict[str, dict[str, Any]] | None = None
-    """Models beside the trained one, by the Trainer's attribute (`ref_model`): `sharding` (`replicate` or
-    `full_shard`), `dtype`, `bytes` on this rank, `whole_bytes`, `fsdp2_groups`."""
+    """Models beside the trained one (`ref_model`): `sharding`, `dtype`, `bytes` on this rank, `whole_bytes`,
+    `fsdp2_groups`."""
     ddp_comm_hook: str | None = None
-    """The gradient hook in use; null without one. `reduce_dtype` is then the dtype that it sent."""
+    """The gradient hook in use. `reduce_dtype` is then what it sent."""
     loss: str | None = None
     loss_chunk_tokens: Count | None = None
-    """The loss that ran: `chunked`, with the tokens of a chunk, `liger` or `full`."""
+    """`chunked`, `liger` or `full`; tokens of a chunk."""
     pipeline_schedule: str | None = None
     pipeline_stages: Count | None = None
     micro_batches: Count | None = None
-    """Pipelines: schedule, stages, and micro-batches of a step."""
+    """Pipelines: schedule, stages, micro-batches of a step."""
     activation_dtype: Dtype = None
     """Pipelines: dtype of activations between stages."""
     stages: list[int] | None = None
     layers: list[int] | None = None
     """Pipelines: the stages and layers of this rank."""
     tied_copy_bytes: Bytes = None
-    """Pipelines: the second copy of a tied embedding in `parameter_bytes`."""
+    """Pipelines: the second copy of a tied embedding."""
     kernels: list[dict[str, Any]] | None = None
-    """The rank's [fast paths](#kernels); absent where they were not read."""
+    """The rank's [fast paths](#kernels)."""
     documents: str | None = None
     attention: str | None = None
     experts: str | None = None
@@ -125,36 +121,37 @@ class RankReading(BaseModel):
     loss_path: str | None = None
     recomputed_blocks: str | None = None
     optimizer_path: str | None = None
-    """What ran, from its row in `kernels`; absent without such a row."""
+    """What ran, from its row in `kernels`."""
     byte_limits: dict[str, tuple[int, int]] = Field(default_factory=dict)
     whole_bytes: dict[str, int] = Field(default_factory=dict)
-    """Lowest and highest bytes that the sharding allows this rank for each part; the part without sharding."""
+    """Lowest and highest bytes that the sharding allows for each part; the part without sharding."""
     expected_optimizer_dtype: Dtype = None
-    """Expected dtypes of the states, for optimizers other than fp32 AdamW."""
+    """Expected dtypes of the states, if not fp32 AdamW's."""
     accumulate: str | None = None
     accumulated_gradient_bytes: Bytes = None
-    """Gradients after the first accumulation step: `sharded` or `whole`, and their bytes; null and absent with one
-    step."""
+    """Gradients after the first of several accumulation steps: `sharded` or `whole`; their bytes."""
     initial_weights_sha256: str | None = None
-    """Digest of all unsharded weights before the first step, rounded to the compute dtype: equal on all ranks and
-    presets of a comparison."""
+    """Digest of all weights before the first step, rounded to the compute dtype: equal on all ranks and presets of a
+    comparison."""
     packing: str | None = None
-    """`isolated`: documents of a pack do not attend to each other; null without `packing`, and in a rehearsal."""
+    """`isolated`: documents of a pack do not attend to each other."""
     packing_loss_difference: float | None = None
     packing_neighbour_difference: float | None = None
-    """Mean difference of a token's loss between packed and alone, and when only the neighbouring document changes."""
+    """Mean difference of a token's loss between packed and alone; when only the neighbouring document changes."""
     packing_mask_bytes: Bytes = None
-    """Bytes of the attention masks made for the test documents; 0 without a mask."""
+    """Attention masks of the test documents; 0 without a mask."""
     replicas: str | None = None
-    """`equal`, `different`, `no_sync` (DDP exchanged no gradient) or `local_sgd`; null where no other rank holds the
-    same weights."""
+    """`equal`, `different`, `no_sync` (DDP exchanged no gradient) or `local_sgd`: the bits of every trained weight or
+    shard that several data-parallel ranks hold."""
     learning_rates: list[float] | None = None
     optimizer_steps: Count | None = None
-    """Learning rates of the first step, and steps that the optimizer's states count (0 without a count)."""
+    """Learning rates of the first step; steps that the optimizer counts. Equal on all ranks where weights are
+    sharded."""
     first_rows_sha256: str | None = None
     """Digest of the first step's batches."""
     clipped: bool | None = None
-    """True if the first step's gradient norm was above the threshold; null where no norm is known."""
+    """True if the first step's gradient norm was above the threshold. A gradient ten times too large is clipped once,
+    as a check, except under ZeRO-3 and fp16."""
 
     @classmethod
     def of(cls, **values: Any) -> RankReading:

@@ -94,32 +94,32 @@ class Goodput(BaseModel):
     productive_seconds: float
     """Steps that were kept, without `waiting_seconds`."""
     startup_seconds: float
-    """From the first launch to the first step, and the checks after it."""
+    """From the first launch to the first step, and its checks."""
     checkpoint_seconds: float
-    """Training stood still for a save; the trained model at the end included."""
+    """Training stood still for a save."""
     evaluation_seconds: float
     """Evaluations."""
     restart_seconds: float
-    """The same as `startup_seconds` for each later start, and the time between a fault and that start."""
+    """From each fault to the first step of the next start."""
     lost_seconds: float
-    """Steps that were trained again, and what followed a process's last step until a fault ended it."""
+    """Steps that were trained again, and the time until the fault."""
     waiting_seconds: float
     """In kept steps: the shortest wait of any rank for its batch, and how far the slowest is behind the median rank."""
     other_seconds: float
-    """Logging between steps, and the end of the processes."""
+    """Logging, and the end of the processes."""
     wall_seconds: float
     """While processes of the run existed."""
     idle_seconds: float
-    """Between the end of one attempt and the start of the next; not part of `wall_seconds`."""
+    """Between attempts; not part of `wall_seconds`."""
     lost_steps: int
     """Steps that were trained again."""
     starts: int
-    """Times that the processes were started."""
+    """Starts of the processes."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def fraction(self) -> float | None:
-        """The productive part of the wall time; None for a run without any."""
+        """`productive_seconds` over `wall_seconds`."""
         return self.productive_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     def describe(self) -> str:
