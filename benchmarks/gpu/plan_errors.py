@@ -72,11 +72,8 @@ GROUPS: dict[str, Callable[[Case], str]] = {
 }
 
 
-def summary(rows: Sequence[Case], errors: str = "errors") -> list[dict[str, Any]]:
-    """Return the errors of each half: of all cases, and by preset, method, checkpointing and source of activations.
-
-    `errors` is the key of the rows that has them: `before` for those of an earlier planner.
-    """
+def summary(rows: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return the errors of each half: of all cases, and by preset, method, checkpointing and source of activations."""
     found = []
     for group, name_of in GROUPS.items():
         for split in ("calibration", "test"):
@@ -85,12 +82,12 @@ def summary(rows: Sequence[Case], errors: str = "errors") -> list[dict[str, Any]
                 cases = [row for row in half if name_of(row) == name]
                 kinds = QUANTITIES if group == "all" else ("traced", "allocated")
                 keys = {"split": split, "group": group, "name": name}
-                found += [keys | _summarize(cases, errors, what) for what in kinds]
+                found += [keys | _summarize(cases, what) for what in kinds]
     return [row for row in found if row["cases"]]
 
 
-def _summarize(cases: Sequence[Case], errors: str, what: str) -> dict[str, Any]:
-    signed = [(case[errors][what], case["id"]) for case in cases if what in case.get(errors, {})]
+def _summarize(cases: Sequence[Case], what: str) -> dict[str, Any]:
+    signed = [(case["errors"][what], case["id"]) for case in cases if what in case.get("errors", {})]
     if not signed:
         return {"what": what, "cases": 0}
     values = sorted(abs(value) for value, _ in signed)
@@ -103,25 +100,19 @@ def _summarize(cases: Sequence[Case], errors: str, what: str) -> dict[str, Any]:
 
 
 HEADER = ("half", "cases of", "cases", "mean error", "p95", "planned less", "worst")
-HEADER += ("before: mean", "before: p95", "before: worst")
-SHOWN = {"calibration": ("all",), "test": ("all", "preset", "method", "activations")}
+SHOWN = {"calibration": ("all",), "test": ("all", "preset", "activations")}
 
 
 def table_rows(_: dict[str, Any], rows: Sequence[Case]) -> list[tuple[str, ...]]:
-    """Return errors of traced peaks as rows of a table, next to those of the planner before."""
-    earlier = {(row["split"], row["name"]): row for row in summary(rows, "before") if row["what"] == "traced"}
+    """Return errors of traced peaks as rows of a table."""
     table = []
     for row in summary(rows):
         if row["what"] == "traced" and row["group"] in SHOWN[row["split"]]:
             name = "all" if row["group"] == "all" else f"`{row['name']}`"
-            now = (*_percents(row, "mean", "p95"), f"{row['under']:.0%}".replace("%", " %"), *_percents(row, "worst"))
-            then = _percents(earlier.get((row["split"], row["name"])), "mean", "p95", "worst")
-            table.append((row["split"], name, str(row["cases"]), *now, *then))
+            under = f"{row['under']:.0%}".replace("%", " %")
+            mean, p95, worst = (f"{100 * row[key]:.2f} %" for key in ("mean", "p95", "worst"))
+            table.append((row["split"], name, str(row["cases"]), mean, p95, under, worst))
     return table
-
-
-def _percents(row: dict[str, Any] | None, *names: str) -> list[str]:
-    return ["n/a" if row is None else f"{100 * row[name]:.2f} %" for name in names]
 
 
 def out_of_memory_among_fits(cases: list[Case]) -> list[str]:

@@ -131,28 +131,26 @@ def definitions(meanings: Mapping[str, str]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset, linked to its file: what it does and when to choose it."""
-    head = ["preset", "when to choose it", "engine, sharding", "processes"]
+    head = ["preset", "when to choose it", "processes"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
     name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
-    return [name, preset.summary, f"`{preset.engine}`, `{preset.sharding}`", processes]
+    return [name, preset.summary, processes]
 
 
 def characteristics_table() -> str:
-    """Return one row per preset: bytes, communication volume and equivalents."""
-    head = ["preset", "GPU bytes per parameter", "host bytes", "communication", "equivalent"]
+    """Return one row per preset: bytes and communication volume."""
+    head = ["preset", "GPU bytes per parameter", "host bytes", "communication"]
     return markdown_table(head, [_characteristics_row(preset) for preset in list_presets()])
 
 
 def _characteristics_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
     volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
-    cells = [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
-    fsdp1 = f" (FSDP1: {traits.fsdp1_name})" if traits.fsdp1_name else ""
-    return [*cells, (traits.other_name or "–") + fsdp1]
+    return [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
 
 
 def refusals_table() -> str:
@@ -195,7 +193,7 @@ def _optimizer_texts(optim: str) -> tuple[str, str]:
 
 
 def lint_rules() -> str:
-    """Return a section per kind of file, and in it one per lint rule, whose heading is its name: findings link there."""
+    """Return a section per kind of file, and in it one per lint rule. Its heading is its name: findings link there."""
     sections: dict[str, list[str]] = {heading: [] for heading in LINT_SECTIONS.values()}
     for rule in sorted(RULES, key=lambda rule: rule.name):
         sections[LINT_SECTIONS[rule.kinds[0]]].append(_lint_rule(rule))

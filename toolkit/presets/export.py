@@ -2,7 +2,7 @@
 
 >>> from toolkit.presets import load_preset
 >>> print(preset_text(load_preset("ddp"), "accelerate"), end="")
-# Model, gradients and optimizer states fit on one GPU: replicate them, and average the gradients.
+# Model states fit on one GPU: replicate them, and average the gradients.
 distributed_type: MULTI_GPU
 mixed_precision: bf16
 """
