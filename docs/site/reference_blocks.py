@@ -254,7 +254,8 @@ def _peer_cell(row: dict[str, Any], figure: str) -> str:
         return "error"
     if row["program"] == peers.OURS:
         return str(peers.format_figure(figure, row["medians"][figure]))
-    return "another job" if row.get("differences") else str(peers.shown(row["ours_over_theirs"].get(figure)))
+    ratio = str(peers.shown(row["ours_over_theirs"].get(figure)))
+    return "another job" if row.get("differences") else ratio.replace(" to ", "–")
 
 
 def verified_fields() -> str:

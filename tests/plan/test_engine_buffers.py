@@ -99,7 +99,7 @@ def planned_on_cpu(name: str, shape: ModelShape) -> dict[str, int]:
 
 
 def test_the_plan_beside_the_host_memory_that_was_measured_once_is_todays(tmp_path: Path) -> None:
-    """The table, and what was run, are in docs/evidence/plan-accuracy.md."""
+    """What was run is in docs/evidence/plan-accuracy.md."""
     facts, *rows = map(json.loads, (ROOT / "benchmarks/results/host_memory.jsonl").read_text().splitlines())
     (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
     shape = read_model(str(tmp_path))
