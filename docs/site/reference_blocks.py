@@ -109,7 +109,8 @@ LINT_SECTIONS = {
     "axolotl": "axolotl",
     **dict.fromkeys(("sbatch", "shell", "skypilot"), "Job scripts"),
 }
-NAMED_BY_FINDING = "what the message names"
+# Fixes that say nothing without the finding's own, which names the key.
+NAMED_BY_FINDING = re.compile(r"(what|one of|the (nearest|new|present|flag)|a value of|nothing)\b[^:]*$")
 
 
 def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
@@ -202,7 +203,7 @@ def lint_rules() -> str:
 
 def _lint_rule(rule: LintRule) -> str:
     since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    instead = "" if rule.fix == NAMED_BY_FINDING else f" *Instead*: {rule.fix}"
+    instead = "" if NAMED_BY_FINDING.match(rule.fix) else f" *Instead*: {rule.fix}"
     return f"### {rule.name}\n\n*{rule.level}*{since}. {rule.description}{instead}"
 
 
@@ -259,13 +260,12 @@ def _peer_cell(row: dict[str, Any], figure: str) -> str:
 
 
 def verified_fields() -> str:
-    """Return each verified field with the number of runs in which it deviated, and was found."""
+    """Return the verified fields that deviated in a run, with those that were missed."""
     _, rows = _benchmark("record").read_result("verification")
     deviating = [row for row in rows if row["field"]]
-    runs = Counter(row["field"] for row in deviating)
     missed = Counter(row["field"] for row in deviating if not row["found"])
-    shown = {field: f" ({missed[field]} missed)" if missed[field] else "" for field in runs}
-    return ", ".join(f"`{field}` {runs[field]}{shown[field]}" for field in runs)
+    fields = dict.fromkeys(row["field"] for row in deviating)
+    return ", ".join(f"`{field}`" + (f" ({missed[field]} missed)" if missed[field] else "") for field in fields)
 
 
 def measured_fits(record: Path = GPU_CHECK) -> list[dict[str, Any]]:
@@ -445,6 +445,17 @@ def _short(text: str) -> str:
     return " ".join(words)
 
 
+# Section of run-folder.md -> the keys that mean the same in a row: of the largest rank, or of the repeats' median.
+SAME_IN_RUN = {
+    "attestationjson": (
+        *("num_params", "num_trainable_params", "parameter_bytes", "gradient_bytes", "optimizer_bytes"),
+        *("accumulated_gradient_bytes", "accumulate", "compute_dtype"),
+    ),
+    "goodput": (
+        *("startup_seconds", "checkpoint_seconds", "evaluation_seconds", "restart_seconds", "lost_seconds"),
+        "waiting_seconds",
+    ),
+}
 # How a row combines its repeats, as the tables of `results.json` say it; docs/reference/results.md explains the words.
 COMBINED = {
     Repeats.MIDDLE: "middle",
@@ -470,7 +481,8 @@ def results_table(name: str) -> str:
         keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
     if model in NAMES_SAY_ALL:
         return ", ".join(f"`{key}`" for key in keys)
-    explained = [key for key in keys if not (model is Row and key in measured)]
+    elsewhere = measured.union(*SAME_IN_RUN.values())
+    explained = [key for key in keys if not (model is Row and key in elsewhere)]
     listed = definitions({key: " ".join((model.model_fields[key].description or "").split()) for key in explained})
     if model is not Row:
         return listed
@@ -480,6 +492,8 @@ def results_table(name: str) -> str:
         if repeats or key in measured:
             ways.setdefault(COMBINED[repeats] if repeats else "one per row", []).append(f"`{key}`")
     combined = [f"- {way}: {', '.join(names)}." for way, names in ways.items()]
+    for place, names in SAME_IN_RUN.items():
+        listed += f"\n- as in [the run folder](run-folder.md#{place}): {', '.join(f'`{name}`' for name in names)}"
     return "\n".join([listed, "", "A row combines its repeats:", "", *combined])
 
 
