@@ -38,7 +38,7 @@ from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
-from toolkit.record.columns import Model, Repeats, column_of
+from toolkit.record.columns import Model
 from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
 from toolkit.record.reading import RankReading
 from toolkit.record.timeline import Goodput
@@ -59,8 +59,7 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 NAMES_SAY_ALL = (InstalledGpu, Disk, TimelineRank)
 
 # Table of a page of evidence -> the benchmark that recorded it.
-RECORDED = {"overhead": "overhead", "traced_grid": "plan_errors"}
-RECORDED |= dict.fromkeys(("observed_pages_kept", "first_step"), "overhead")
+RECORDED = {"overhead": "overhead", "observed_pages_kept": "overhead", "traced_grid": "plan_errors"}
 # Record of `benchmarks/peers.py` -> the figure that evidence/peers.md shows of it.
 PEERS = dict.fromkeys(("peers_in_turns", "peers_two_ranks_in_turns"), "tokens_per_cpu_second")
 
@@ -456,45 +455,27 @@ SAME_IN_RUN = {
         "waiting_seconds",
     ),
 }
-# How a row combines its repeats, as the tables of `results.json` say it; docs/reference/results.md explains the words.
-COMBINED = {
-    Repeats.MIDDLE: "middle",
-    Repeats.COMMON_STEPS: "mean, common steps",
-    Repeats.GEOMETRIC_MEAN: "mean",
-    Repeats.MEDIAN: "median",
-    Repeats.LARGEST: "maximum",
-    Repeats.MEDIAN_OF_ALL: "median of all",
-    Repeats.LARGEST_OF_ALL: "maximum of all",
-    Repeats.UNION_OF_ALL: "all",
-}
 
 
 def results_table(name: str) -> str:
     """Return the keys of a part of `results.json` and their meanings.
 
-    A trial's leave out what it shares with a row, and a row's what `measured` of run.json has. A row's end with how it
-    combines its repeats.
+    A trial's leave out what it shares with a row, and a row's what run.json has.
     """
-    model, measured = RESULTS_MODELS[name], {*Measurements().summary()}
+    model = RESULTS_MODELS[name]
     keys = [*model.model_fields]
-    if model is Run:
-        keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
     if model in NAMES_SAY_ALL:
         return ", ".join(f"`{key}`" for key in keys)
-    elsewhere = measured.union(*SAME_IN_RUN.values())
-    explained = [key for key in keys if not (model is Row and key in elsewhere)]
-    listed = definitions({key: " ".join((model.model_fields[key].description or "").split()) for key in explained})
-    if model is not Row:
-        return listed
-    ways: dict[str, list[str]] = {}
-    for key in keys:
-        repeats = column_of(model, key).repeats
-        if repeats or key in measured:
-            ways.setdefault(COMBINED[repeats] if repeats else "one per row", []).append(f"`{key}`")
-    combined = [f"- {way}: {', '.join(names)}." for way, names in ways.items()]
-    for place, names in SAME_IN_RUN.items():
-        listed += f"\n- as in [the run folder](run-folder.md#{place}): {', '.join(f'`{name}`' for name in names)}"
-    return "\n".join([listed, "", "A row combines its repeats:", "", *combined])
+    if model is Run:
+        keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
+    same = {"measured": [*Measurements().summary()], **SAME_IN_RUN} if model is Row else {}
+    explained = [key for key in keys if not any(key in names for names in same.values())]
+    listed = {key: " ".join((model.model_fields[key].description or "").split()) for key in explained}
+    lines = [definitions(listed)]
+    for place, names in same.items():
+        shared = ", ".join(f"`{name}`" for name in names if name in keys)
+        lines.append(f"- as in [the run folder](run-folder.md#{place}): {shared}")
+    return "\n".join(lines)
 
 
 def measured_table() -> str:
