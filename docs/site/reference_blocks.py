@@ -289,12 +289,12 @@ def ranks_measured(record: Path = GPU_RANKS) -> str:
     """Return one row per preset that ran with real ranks on one GPU: its allocated peak and its loss."""
     (part,) = [part for part in json.loads(record.read_text())["parts"] if part["part"] == "ranks"]
     rows = {(row["case"], row["quantity"]): row for row in part["rows"]}
-    head = ["preset", "planned, GiB", "measured, GiB", "error of the plan", "loss of step 3", "of `single`"]
+    head = ["preset", "planned, GiB", "measured, GiB", "error of the plan", "loss of step 3"]
     lines = []
     for (preset, quantity), row in sorted(rows.items()):
         if quantity == "allocated" and (loss := rows.get((preset, "loss"))):
             _, _, *peaks = _measured_row(row)
-            lines.append([f"`{preset}`", *peaks, f"{loss['measured']:.4f}", f"{loss['planned']:.4f}"])
+            lines.append([f"`{preset}`", *peaks, f"{loss['measured']:.4f}"])
     return markdown_table(head, lines)
 
 
@@ -318,15 +318,17 @@ def _argument_help(field: dataclasses.Field[Any]) -> str:
 
 def alias_table() -> str:
     """Return the arguments of TRL, axolotl and LLaMA-Factory that are accepted, and what they become."""
-    return "\n".join(f"- {row}" for word, alias in ALIASES.items() for row in _alias_rows(word, alias))
+    rows = [row for word, alias in ALIASES.items() for row in _alias_rows(word, alias)]
+    width = max(len(theirs) for theirs, _ in rows)
+    return "\n".join(["```text", *(f"{theirs:{width}}  {ours}" for theirs, ours in rows), "```"])
 
 
-def _alias_rows(word: str, alias: Alias) -> Iterator[str]:
+def _alias_rows(word: str, alias: Alias) -> Iterator[tuple[str, str]]:
     if alias.values is None:
-        yield f"`--{word}`: `--{alias.name}`"
+        yield f"--{word}", f"--{alias.name}"
         return
     for theirs, ours in alias.values.items():
-        yield f"`--{word} {theirs}`: `--{alias.name} {ours}`"
+        yield f"--{word} {theirs}", f"--{alias.name} {ours}"
 
 
 SHARED = "Options of several commands"
