@@ -105,7 +105,7 @@ SHOWN = {"calibration": ("all",), "test": ("all", "preset", "activations")}
 
 def table_rows(_: dict[str, Any], rows: Sequence[Case]) -> list[tuple[str, ...]]:
     """Return errors of traced peaks as rows of a table."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for row in summary(rows):
         if row["what"] == "traced" and row["group"] in SHOWN[row["split"]]:
             name = "all" if row["group"] == "all" else f"`{row['name']}`"
