@@ -171,25 +171,24 @@ def _by_presets(texts_of: Callable[[Preset], Sequence[str]]) -> str:
 
 
 def optimizer_table() -> str:
-    """Return the optimizers below the presets that they work under: names, class, states, bytes per parameter."""
-    names: dict[tuple[str, str], list[str]] = {}
+    """Return the optimizers below the presets that they work under, with the bytes of their states per parameter."""
+    names: dict[str, dict[str, list[str]]] = {}
     for optim in OPTIMIZERS:
-        names.setdefault(_optimizer_texts(optim), []).append(f"`{optim}`")
-    by_presets: dict[str, list[str]] = {}
-    for (presets, text), each in names.items():
-        by_presets.setdefault(presets, []).append(f"{', '.join(each)}: {text}")
+        names.setdefault(_presets_of_optimizer(optim), {}).setdefault(_state_size(optim), []).append(f"`{optim}`")
     return "\n".join(
-        f"- {presets}:\n" + "\n".join(f"    - {text}" for text in texts) for presets, texts in by_presets.items()
+        f"- {presets}:\n" + "\n".join(f"    - {size} bytes: {', '.join(each)}" for size, each in by_size.items())
+        for presets, by_size in names.items()
     )
 
 
-def _optimizer_texts(optim: str) -> tuple[str, str]:
-    spec, matrix = OPTIMIZERS[optim], UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
+def _presets_of_optimizer(optim: str) -> str:
     refused = [p.name for p in list_presets() if unsupported(p, Job(optim=optim)) is not None]
-    presets = "every preset" if not refused else ", ".join(p.name for p in list_presets() if p.name not in refused)
-    share = spec.state_bytes([matrix]) / matrix.num_elements
-    states = spec.summary + (", paged" if spec.paged else "")
-    return presets, f"{share:.3g} bytes, `{spec.class_name}`, {states}"
+    return ", ".join(p.name for p in list_presets() if p.name not in refused) if refused else "every preset"
+
+
+def _state_size(optim: str) -> str:
+    matrix = UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
+    return f"{OPTIMIZERS[optim].state_bytes([matrix]) / matrix.num_elements:.3g}"
 
 
 def lint_rules() -> str:
@@ -207,10 +206,9 @@ def _lint_rule(rule: LintRule) -> str:
 
 
 def doctor_table() -> str:
-    """Return the checks of `toolkit doctor`; a name links to the source of the threshold."""
+    """Return what is a finding of each check of `toolkit doctor`; a name links to the source of the threshold."""
     return "\n".join(
-        f"- {_check_name(check.name, check.source)}: {check.looks_at}. *Finding*: {check.threshold}"
-        + (" (`--long`)." if check.long else ".")
+        f"- {_check_name(check.name, check.source)}: {check.threshold}" + (" (`--long`)." if check.long else ".")
         for check in all_checks()
     )
 

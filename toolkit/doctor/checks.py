@@ -2,7 +2,7 @@
 
 A check is a function named like the check; its docstring says what it looks at:
 
-    @node_check("below 1 GiB (a container has 64 MiB by default)", "https://...")
+    @node_check("`/dev/shm` below 1 GiB (a container has 64 MiB by default)", "https://...")
     def shared_memory(node: NodeReadings, outcome: Outcome) -> None: ...
 
 The table in docs/how-to/doctor.md is generated from the registered checks.
@@ -167,7 +167,6 @@ class NodeCheck:
     """A registered check."""
 
     name: str
-    looks_at: str
     threshold: str  # when it is a finding
     source: str  # where the threshold comes from: an address, or `our choice` with the reason
     long: bool  # runs with `--long` only
@@ -191,13 +190,11 @@ CHECKS: dict[str, NodeCheck] = {}
 
 
 def node_check(threshold: str, source: str, *, long: bool = False) -> Callable[[Examine], Examine]:
-    """Register a function as the check of its name, with its docstring as what it looks at."""
+    """Register a function as the check of its name."""
 
     def register(examine: Examine) -> Examine:
-        name, looks_at = examine.__name__.replace("_", "-"), " ".join((examine.__doc__ or "").split()).removesuffix(".")
-        CHECKS[name] = NodeCheck(
-            name=name, looks_at=looks_at, threshold=threshold, source=source, long=long, examine=examine
-        )
+        name = examine.__name__.replace("_", "-")
+        CHECKS[name] = NodeCheck(name=name, threshold=threshold, source=source, long=long, examine=examine)
         return examine
 
     return register

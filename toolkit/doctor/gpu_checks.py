@@ -208,7 +208,7 @@ def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a counter above 0, an inactive link, or a pair of GPUs without NVLink or peer access",
+    "an error counter above 0, an inactive link, or a pair of GPUs without NVLink or peer access",
     f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )

@@ -48,7 +48,7 @@ MOVED_BY = {
 }
 
 
-@node_check("below 1 GiB (a container has 64 MiB by default)", NCCL_CONTAINERS)
+@node_check("`/dev/shm` below 1 GiB (a container has 64 MiB by default)", NCCL_CONTAINERS)
 def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
     """Size of /dev/shm, through which NCCL, gloo and data loader workers exchange data."""
     size, writable = report.filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
@@ -59,7 +59,9 @@ def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR, what, gib(size), f"at least {gib(GIB)}", fix)
 
 
-@node_check("below 1 GiB, on a node with a GPU or an RDMA port, or for a preset that offloads", NCCL_CONTAINERS)
+@node_check(
+    "lockable memory below 1 GiB, on a node with a GPU or an RDMA port, or for a preset that offloads", NCCL_CONTAINERS
+)
 def ulimit_memlock(node: NodeReadings, outcome: Outcome) -> None:
     """Memory that a process may lock: RDMA and offload buffers."""
     limit = outcome.measured["bytes"] = limits.locked_memory_limit_bytes()
@@ -69,7 +71,9 @@ def ulimit_memlock(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR if node.rdma_ports else WARNING, "little memory may be locked", gib(limit), "unlimited", fix)
 
 
-@node_check("below 4,096", f"{OWN_CHOICE}: a socket to each peer, and files of shards and data loader workers")
+@node_check(
+    "fewer than 4,096 open files", f"{OWN_CHOICE}: a socket to each peer, and files of shards and data loader workers"
+)
 def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
     """Files and sockets that a process may have open: too few end in `Too many open files`."""
     limit = outcome.measured["files"] = limits.soft_limit(resource.RLIMIT_NOFILE)
@@ -77,7 +81,10 @@ def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, "few files may be open", limit, "at least 4096", "ulimit -n 65536")
 
 
-@node_check(f"below {TASKS_PER_RANK} per rank", f"{OWN_CHOICE}: each rank and data loader worker has dozens of threads")
+@node_check(
+    f"fewer than {TASKS_PER_RANK} processes and threads per rank",
+    f"{OWN_CHOICE}: each rank and data loader worker has dozens of threads",
+)
 def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
     """Processes and threads, the user's limit and the cgroup's: too few end in `Resource temporarily unavailable`."""
     outcome.measured = {"user": limits.soft_limit(resource.RLIMIT_NPROC), "cgroup": limits.tasks_limit()}
@@ -90,7 +97,7 @@ def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    f"below 2 per rank on a node with a GPU, or a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
+    f"fewer than 2 cores per rank on a node with a GPU, or a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
     f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
 )
 def cores(node: NodeReadings, outcome: Outcome) -> None:
@@ -150,7 +157,7 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not synchronised: logs and rendezvous timeouts of several nodes disagree",
+    "the clock is not synchronised: logs and rendezvous timeouts of several nodes disagree",
     "https://man7.org/linux/man-pages/man2/adjtimex.2.html (TIME_ERROR)",
 )
 def clock(_: NodeReadings, outcome: Outcome) -> None:
@@ -188,7 +195,7 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "unresolved, or a loopback address (a note on one node without RDMA)",
+    "this node's name is unresolved, or a loopback address (a note on one node without RDMA)",
     f"{ELASTIC} (`--local-addr`)",
 )
 def hostname(node: NodeReadings, outcome: Outcome) -> None:
@@ -210,7 +217,7 @@ def hostname(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING if several else NOTE, what, value, None, fix)
 
 
-@node_check("another process listens on one", f"torch's defaults, 29400 and 29500: {ELASTIC}")
+@node_check("another process listens on a port of the rendezvous", f"torch's defaults, 29400 and 29500: {ELASTIC}")
 def ports(node: NodeReadings, outcome: Outcome) -> None:
     """Ports that the rendezvous needs on the head node."""
     checked = node.options.port or RENDEZVOUS_PORTS
@@ -225,7 +232,8 @@ def ports(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "one is set: it may be left over from a test", "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+    "one that switches off a fast path, or an interface that does not exist",
+    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
 )
 def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
     """Variables that switch off a fast path of NCCL, and interfaces that do not exist."""
@@ -247,7 +255,7 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "below 10 GiB (an error below 1 GiB, or if not writable)",
+    "less than 10 GiB free (an error below 1 GiB, or if not writable)",
     f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
 )
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
@@ -264,7 +272,7 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "below 200 MiB/s: a checkpoint of an 8B model (96 GB) takes 7.6 minutes",
+    "slower than 200 MiB/s: a checkpoint of an 8B model (96 GB) takes 7.6 minutes",
     f"{OWN_CHOICE}; measured as `toolkit train --nvme-path` does",
     long=True,
 )
@@ -290,7 +298,7 @@ def disk_speed(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "missing (a note, unless a preset offloads to NVMe)",
+    "libaio or async_io is missing, or the disk cannot do it (a note, unless a preset offloads to NVMe)",
     "docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
@@ -339,7 +347,7 @@ def hub(_: NodeReadings, outcome: Outcome) -> None:
 # -- Installed software
 
 
-@node_check("one is not installed", "pyproject.toml")
+@node_check("one that every run imports is missing", "pyproject.toml")
 def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(limits.library_versions())
@@ -366,7 +374,7 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "two packages, or another library first",
+    "two packages of NCCL, or another NCCL on LD_LIBRARY_PATH",
     "torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
 )
 def nccl(_: NodeReadings, outcome: Outcome) -> None:
@@ -386,7 +394,10 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, others[0], installed or "torch's own", fix)
 
 
-@node_check("one is missing, on a node with GPUs", "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)")
+@node_check(
+    "Liger, bitsandbytes, NVML's library or nvcc is missing, on a node with GPUs",
+    "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
+)
 def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
     parts = left_out()
@@ -415,7 +426,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not compiled (a note: the first run compiles them), writable by others, or locked by a killed compilation",
+    "not compiled (a note: the first run does it), writable by others, or locked by a killed compilation",
     "docs/concepts/security.md",
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:

@@ -56,7 +56,7 @@ def _last_line(printed: str, code: int) -> str:
     return (printed.strip().splitlines() or [f"exit code {code}, and nothing printed"])[-1]
 
 
-@node_check("a test fails", f"{DCGM}dcgm-diagnostics.html", long=True)
+@node_check("a test of `dcgmi diag -r 2` fails", f"{DCGM}dcgm-diagnostics.html", long=True)
 def dcgm(node: NodeReadings, outcome: Outcome) -> None:
     """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
     if not node.has_gpu:

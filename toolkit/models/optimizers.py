@@ -50,7 +50,6 @@ class OptimizerSpec:
     optim: str
     class_name: str  # package and class, as the run-time verification reads them
     states: _States
-    summary: str  # what it keeps, for the docs
     shared_bytes: int = 0  # tables that all quantized tensors of a rank share
     paged: bool = False  # states may leave the GPU for host memory, page by page
     step_copies: int = 0  # whole fp32 copies of what it updates, during the step
@@ -92,20 +91,15 @@ def _adafactor(tensor: UpdatedTensor) -> dict[str, int]:
 
 
 def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> OptimizerSpec:
-    in_8bit = "8 bits per element and fp32 per block of 256; fp32 for embeddings and below 4,096 elements"
     return OptimizerSpec(
         optim=optim,
         class_name=f"bitsandbytes.{name}",
         states=_fp32(states) if bits == 32 else _bitsandbytes_8bit(states),
         # Its `dynamic` and `udynamic` code tables: one for momenta, one for the variance.
         shared_bytes=0 if bits == 32 else min(states, 2) * FP32_BYTES * 256,
-        summary=f"{_BITSANDBYTES_STATES.get(name, MOMENTS)}: {'fp32' if bits == 32 else in_8bit}",
         paged=optim.startswith("paged"),
         is_fp32_adamw=name == "AdamW" and bits == 32,
     )
-
-
-_BITSANDBYTES_STATES = {"Lion": "momentum", "RMSprop": "variance", "AdEMAMix": "two momenta and variance"}
 
 
 def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
@@ -117,18 +111,14 @@ def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
             return _fp32(2)(tensor)
         return {"uint8": 2 * tensor.num_elements * bits // 8, "float32": 2 * FP32_BYTES * (blocks + 2**bits)}
 
-    kept = f"{bits} bits and fp32 per block of 256; fp32 below 4,096 elements or part of a block"
-    name = f"torchao.AdamW{bits}bit"
-    return OptimizerSpec(optim=optim, class_name=name, states=states, summary=f"{MOMENTS}: {kept}")
+    return OptimizerSpec(optim=optim, class_name=f"torchao.AdamW{bits}bit", states=states)
 
 
-def _torch(optim: str, class_name: str, states: _States, summary: str) -> OptimizerSpec:
-    return OptimizerSpec(optim=optim, class_name=class_name, states=states, summary=summary)
+def _torch(optim: str, class_name: str, states: _States) -> OptimizerSpec:
+    return OptimizerSpec(optim=optim, class_name=class_name, states=states)
 
 
-MOMENTS = "momentum and variance"
-_ADAMW = replace(_torch("adamw_torch_fused", "torch.AdamW", _fp32(2), f"{MOMENTS}: fp32"), is_fp32_adamw=True)
-_MUON_SUMMARY = "momentum of hidden matrices: fp32; AdamW's two for embeddings, head and norms"
+_ADAMW = replace(_torch("adamw_torch_fused", "torch.AdamW", _fp32(2)), is_fp32_adamw=True)
 _ALL = (
     _ADAMW,
     replace(_ADAMW, optim="adamw_torch", step_copies=1),  # torch's foreach kernels; fused ones make no copy
@@ -138,7 +128,7 @@ _ALL = (
     _bitsandbytes("paged_adamw_32bit", "AdamW", 2, bits=32),
     _torchao("adamw_torch_8bit", bits=8),
     _torchao("adamw_torch_4bit", bits=4),
-    _torch("adafactor", "transformers.Adafactor", _adafactor, "variance: fp32, one row and one column per matrix"),
+    _torch("adafactor", "transformers.Adafactor", _adafactor),
     _bitsandbytes("lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
     _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
@@ -150,10 +140,11 @@ _ALL = (
     _bitsandbytes("rmsprop_bnb", "RMSprop", 1, bits=32),
     _bitsandbytes("rmsprop_bnb_32bit", "RMSprop", 1, bits=32),
     _bitsandbytes("rmsprop_bnb_8bit", "RMSprop", 1, bits=8),
-    _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each), _MUON_SUMMARY),
-    _torch("adagrad", "torch.Adagrad", _fp32(1), "sum of squares: fp32"),
-    _torch("rmsprop", "torch.RMSprop", _fp32(1), "variance: fp32"),
-    _torch("sgd", "torch.SGD", _fp32(0), "nothing; momentum in fp32 if set"),
+    # Momentum of hidden matrices; AdamW's two states of embeddings, head and norms.
+    _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each)),
+    _torch("adagrad", "torch.Adagrad", _fp32(1)),
+    _torch("rmsprop", "torch.RMSprop", _fp32(1)),
+    _torch("sgd", "torch.SGD", _fp32(0)),  # and momentum, if it is set
 )
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {spec.optim: spec for spec in _ALL}
 """By name in `TrainingArguments.optim`, the Trainer's default first."""
