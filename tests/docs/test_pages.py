@@ -1,6 +1,6 @@
 """Pages name files that exist, the program names pages that exist, every benchmark is listed, every tutorial works.
 
-A tutorial's commands run in their order, with fewer steps, and so does its Python.
+A tutorial's commands run in their order, with fewer steps and another folder than `runs/`, and so does its Python.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_the_page_of_failures_has_every_status_and_every_message_that_a_run_is_j
 def script(page: Path) -> str:
     parts = []
     for comment, language, text in TESTED.findall(page.read_text()):
-        code = Block(comment, text).substituted()
+        code = Block(comment, text).substituted().replace("runs/", "$FOLDER/")
         example = f'cat > "$FOLDER/example.py" <<END\n{code}\nEND\nforked "$FOLDER/example.py"\n'
         parts.append(code if language == "bash" else example)
     return "".join(parts)
