@@ -125,40 +125,6 @@ def two_cards() -> str:
     return f"{table(head, rows, right=4)}\n\nQwen2.5-72B, planned with `{command}`; not measured on a GPU."
 
 
-# -- docs/how-to/choose-a-preset.md
-
-HARDWARE: Steps = {
-    "1 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 1",
-    "2 x RTX 4090 24 GB": "--gpu rtx-4090 --num-processes 2",
-    "4 x L40S 48 GB": "--gpu l40s --num-processes 4",
-    "8 x A100 40 GB": "--gpu a100-40gb --num-processes 8",
-    "8 x H100 80 GB": "--gpu h100 --num-processes 8",
-}
-METHODS = {"all weights": "", "LoRA, rank 16": "--lora-r 16", "QLoRA, rank 16": "--lora-r 16 --load-in-4bit"}
-
-
-def recommended(options: str) -> str:
-    command = shlex.split(f"recommend {MODEL_CONFIG} --max-seq-length 2048 {options} --json")
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0 or "fits" in str(result.exception), result.exception
-    choice = json.loads(result.stdout)["choice"] if result.exit_code == 0 else None
-    if choice is None:  # nothing, or a layout on paper
-        return "nothing fits"
-    checkpointing = ", checkpointing" if choice["activation_checkpointing"] else ""
-    size = gib(choice["planned_peak_bytes"])
-    host = f", host {gib(choice['host_bytes'])} GiB" if "offload" in choice["preset"] else ""
-    batch = f"per-GPU batch {choice['per_device_train_batch_size']}{checkpointing}"
-    return f"`{choice['preset']}`, {batch}, {size} GiB{host}"
-
-
-def recommendations() -> str:
-    rows = []
-    for label, options in HARDWARE.items():
-        rows.append([label, *(recommended(f"{options} {method}") for method in METHODS.values())])
-    command = f"toolkit recommend {MODEL} --max-seq-length 2048 {HARDWARE['8 x H100 80 GB']}"
-    return f"{table(['GPUs', *METHODS], rows, right=0)}\n\nPlanned, for example with `{command}`."
-
-
 # -- docs/concepts/ddp-zero-fsdp2.md
 
 EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
@@ -175,7 +141,7 @@ def states() -> str:
         parts = [plan[f"{part}_bytes"] for part in ("parameter", "gradient", "optimizer")]
         rows.append([f"`{name}`", *map(gib, [*parts, sum(parts), plan["planned_peak_bytes"]]), NAMES[plan["verdict"]]])
     head = ["preset", "parameters", "gradients", "optimizer", "together", "peak", "on 80 GB"]
-    return f"{table(head, rows, right=6)}\n\nGiB per GPU, planned with `toolkit plan {MODEL} {STATES}`."
+    return f"{table(head, rows, right=6)}\n\nGiB per GPU, planned with this command."
 
 
 def traffic() -> str:
@@ -183,15 +149,13 @@ def traffic() -> str:
     once, often = explained(STATES), explained(several)
     rows = [[f"`{name}`", gib(once[name][key]), gib(often[name][key])] for name in once]
     head = ["preset", "1 accumulation step", "8 accumulation steps"]
-    command = f"toolkit plan {MODEL} {several} --json"
-    return f"{table(head, rows, right=2)}\n\nGiB that one GPU sends per optimizer step, planned with `{command}`."
+    return f"{table(head, rows, right=2)}\n\nGiB that one GPU sends per optimizer step of that job."
 
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
     "one gpu": ("tutorials/first-fine-tune.md", one_gpu),
     "two cards": ("how-to/training.md", two_cards),
-    "recommendations": ("how-to/choose-a-preset.md", recommendations),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),
     "communication": ("concepts/ddp-zero-fsdp2.md", traffic),
 }

@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m toolkit.observe", usage=USAGE, allow_abbrev=False, description=__doc__)
+    parser = _Parser(prog="python -m toolkit.observe", usage=USAGE, allow_abbrev=False)
     parser.add_argument("--output-dir", help="the run folder; default: runs/ and the script's name")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that is in the folder")
     parser.add_argument(
