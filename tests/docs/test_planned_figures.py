@@ -92,41 +92,9 @@ def out_of_memory() -> str:
     return f"{steps_table(CHEAPEST_FIRST)}\n\nPlanned, not measured; the row of step 3 with `{command}`."
 
 
-# -- docs/tutorials
-
-STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
-ONE_GPU = "--num-processes 1 --preset single --per-device-train-batch-size 1 --max-seq-length 2048"
-ONE_GPU_METHODS: Steps = {
-    "all weights": f"{ONE_GPU} --activation-checkpointing",
-    "LoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16",
-    "QLoRA of rank 16": f"{ONE_GPU} --activation-checkpointing --lora-r 16 --load-in-4bit",
-}
-
-
-def one_gpu() -> str:
-    command = f"toolkit plan {MODEL} {ONE_GPU_METHODS['QLoRA of rank 16']} --gpu rtx-4090"
-    return f"{steps_table(ONE_GPU_METHODS)}\n\nPlanned, for example with `{command}`."
-
-
-# -- docs/how-to/training.md
-
-TWO_CARDS = "--num-processes 2 --gpu rtx-4090 --lora-r 16 --load-in-4bit --activation-checkpointing"
-TWO_CARDS += " --per-device-train-batch-size 1 --max-seq-length 1024"
-TWO_CARDS += " --preset fsdp2_cpu_offload --preset zero3_cpu_offload --preset fsdp2"
-
-
-def two_cards() -> str:
-    command = f"toolkit plan tests/fixtures/qwen2.5-72b/config.json {TWO_CARDS}"
-    rows = []
-    for plan in answer(command)["plans"]:
-        sizes = [gib(plan[f"{name}_bytes"]) for name in ("planned_peak", "host")]
-        rows.append([f"`{plan['preset']}`", *sizes, NAMES[plan["verdict"]], str(plan["smallest_world_size"])])
-    head = ["preset", "GiB per GPU", "host memory, GiB", "on two cards", "fewest cards"]
-    return f"{table(head, rows, right=4)}\n\nQwen2.5-72B, planned with `{command}`; not measured on a GPU."
-
-
 # -- docs/concepts/ddp-zero-fsdp2.md
 
+STATES = "--num-processes 8 --gpu h100 --max-seq-length 2048 --per-device-train-batch-size 1 --activation-checkpointing"
 EXPLAINED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
 
 
@@ -154,8 +122,6 @@ def traffic() -> str:
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "out of memory": ("how-to/choose-a-preset.md", out_of_memory),
-    "one gpu": ("tutorials/first-fine-tune.md", one_gpu),
-    "two cards": ("how-to/training.md", two_cards),
     "model states": ("concepts/ddp-zero-fsdp2.md", states),
     "communication": ("concepts/ddp-zero-fsdp2.md", traffic),
 }
@@ -173,6 +139,10 @@ def with_figures(text: str, names: Iterable[str]) -> str:
 def test_a_pages_figures_are_those_of_today(name: str) -> None:
     text = (DOCS / BLOCKS[name][0]).read_text()
     assert with_figures(text, [name]) == text, "run: python tests/docs/test_planned_figures.py"
+
+
+def test_the_command_that_the_page_shows_is_the_one_that_its_tables_are_planned_with() -> None:
+    assert f"toolkit plan {MODEL} {STATES}" in (DOCS / "concepts" / "ddp-zero-fsdp2.md").read_text()
 
 
 def test_every_block_of_figures_is_checked() -> None:
