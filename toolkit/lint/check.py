@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.convert.programs import OPEN_INSTRUCT
+from toolkit.convert.programs import A_SCRIPT, OPEN_INSTRUCT
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
@@ -159,7 +159,7 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
     if level == NOTE or _is_known(document, rule):
         return level
     if document.program is not None:
-        return level if rule.for_every_program else NOTE
+        return level if rule.for_every_program and document.program != A_SCRIPT else NOTE
     has_evidence = len(document.data.keys() & TRAINER_EVIDENCE) > 1
     return (level if rule.for_every_program else WARNING) if has_evidence else NOTE
 

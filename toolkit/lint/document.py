@@ -37,6 +37,7 @@ from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
     find_named,
+    has_own_loop,
     imported_source,
     project_source,
     reader_in,
@@ -51,6 +52,8 @@ SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
+
+PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 _ABSENT = object()
 
@@ -140,7 +143,18 @@ class Document:
     @property
     def has_trl_parser(self) -> bool:
         """Return True where the script, or the project, uses TRL's parser and ModelConfig, which refuse other names."""
-        return "TrlParser(" in self.reader_source and "ModelConfig" in self.reader_source
+        source = self.reader_source
+        return "TrlParser(" in source and "ModelConfig" in source and not self.is_read_in_parts
+
+    @property
+    def is_read_in_parts(self) -> bool:
+        """Return True where one script reads the same file with several of TRL's parsers, and may change them."""
+        return self.call is None and PARSED_TWICE.search(self.reader_source) is not None
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Return True for a file of a project that trains without a Trainer, as the Python files near it say."""
+        return has_own_loop(Path(self.path).absolute().parent)
 
     @property
     def reader_source(self) -> str:
@@ -216,10 +230,14 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
-    source = source_of(call.script or "", document.path)
+    own, beside = source_of(call.script or "", document.path)
+    source = own + beside
     others = {name: value for name, value in data.items() if not declares(source, name)}
     program = reader_of(others, script=call.script or "") or reader_in(
-        source, is_trainer=bool(data.keys() & TRAINER_EVIDENCE)
+        own,
+        imported_source(own, Path(document.path).absolute().parent),
+        beside,
+        is_trainer=bool(data.keys() & TRAINER_EVIDENCE),
     )
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     launch_config = accelerate_file(document, call)

@@ -20,6 +20,14 @@ from toolkit.files.paths import is_file
 MAX_PATH_LENGTH = 1024
 MAX_LEVELS = 12
 MAX_SOURCES, MAX_SOURCE_BYTES = 1000, 200_000
+_PARSER = re.compile(
+    r"\b(?:HfArgument|H4Argument|Trl)Parser(?=[\[()])|\bArgumentParser\(|\btyper\.|\btyro\.|\bfire\.Fire\(|@click\."
+)
+_LOOP = re.compile(r"\bAccelerator\(|\bdeepspeed\.initialize\(")
+_TRAINER = re.compile(
+    r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
+    r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
+)
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
 
@@ -37,15 +45,17 @@ def find_named(named: str, path: str) -> Path | None:
 # -- Python files
 
 
-def source_of(script: str, path: str) -> str:
-    """Return the text of a script and of the Python files beside it; empty where it is not here."""
+def source_of(script: str, path: str) -> tuple[str, str]:
+    """Return the text of a script, and that of the Python files beside it; empty where it is not here."""
     name = re.sub(r"^\$\{?\w+\}?/", "", script)
     name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
     parts, files = Path(name).parts, project_files(Path(path).absolute().parent)
     tails = ["/".join(parts[start:]) for start in range(max(1, len(parts) - 1))]  # the path may be another machine's
     in_project = (each for tail in tails for each in files if str(each).endswith(f"/{tail}"))
     file = find_named(name, path) or next(in_project, None) if script else None
-    return "" if file is None else _texts([file, *(each for each in sorted(file.parent.glob("*.py")) if each != file)])
+    if file is None:
+        return "", ""
+    return _texts([file]), _texts([each for each in sorted(file.parent.glob("*.py")) if each != file])
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,6 +79,20 @@ def project_source(folder: Path, name: str = "") -> str:
     return _texts([each for each in project_files(folder) if name in ("", each.name)])
 
 
+@functools.lru_cache(maxsize=256)
+def has_own_loop(folder: Path) -> bool:
+    """Return True where the Python files nearest to a folder train with accelerate or DeepSpeed, and without a Trainer
+    of transformers or TRL."""
+    files = project_files(folder)
+    for place in (folder, *folder.parents)[:MAX_LEVELS] if files else ():
+        source = _texts([each for each in files if place in each.parents])
+        if _TRAINER.search(source):
+            return False
+        if _LOOP.search(source):
+            return True
+    return False
+
+
 def imported_source(source: str, folder: Path) -> str:
     """Return the text of the modules of a project that a script imports, and that may have its dataclasses."""
     modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", source, re.MULTILINE)
@@ -84,15 +108,19 @@ def _texts(files: Sequence[Path]) -> str:
     return "\n".join(texts)
 
 
-def reader_in(source: str, *, is_trainer: bool) -> str | None:
-    """Return who reads a script's arguments, as its source says it; None where that says nothing."""
+def reader_in(own: str, imported: str, beside: str, *, is_trainer: bool) -> str | None:
+    """Return who reads a script's arguments, as its source says it, or else that of the modules that it imports, or of
+    those beside it; None where these say nothing."""
+    source = next((each for each in (own, imported, beside) if _PARSER.search(each)), "")
+    if source != own and not imported and _TRAINER.search(own):
+        return A_SCRIPT  # which trains, and reads none of the words
     if "H4ArgumentParser" in source:  # which drops words behind a file that its dataclasses do not have
         return A_SCRIPT
     if re.search(r"\b(?:HfArgument|Trl)Parser(?=[\[()])", source):  # imported alone, it reads nothing
         takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
         is_plain = is_trainer and "TrainingArguments" in source
         return None if takes_others or not is_plain else "transformers"
-    return A_SCRIPT if re.search(r"\bArgumentParser\(|\btyper\.|\bfire\.Fire\(|@click\.", source) else None
+    return A_SCRIPT if source else None
 
 
 def declares(source: str, name: str) -> bool:

@@ -15,6 +15,7 @@ from toolkit.lint.rules.settings import (
     as_float,
     as_int,
     is_deepspeed,
+    is_without_trainer,
     offload_device,
     shorten,
     stage3_key,
@@ -74,7 +75,7 @@ NUMBERS_OF_TRAINER = (
 @rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` owns this setting: under the Trainer, any value but its own raises in every rank."""
-    for key, field in OWNED_BY_TRAINER.items():
+    for key, field in () if is_without_trainer(doc) else OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
@@ -109,7 +110,7 @@ def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
 def yaml_not_auto(doc: Document) -> Iterator[Match]:
     """The YAML fixes a setting that `TrainingArguments` owns: under the Trainer, any value but its own raises."""
-    if not is_deepspeed(doc) or doc.has("deepspeed_config.deepspeed_config_file"):
+    if not is_deepspeed(doc) or doc.has("deepspeed_config.deepspeed_config_file") or is_without_trainer(doc):
         return
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
@@ -117,9 +118,8 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         here = reader.get(OWNED_BY_TRAINER[name], 1) if reader is not None else None  # the default of both
         if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
             message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
-            is_default = name == "gradient_accumulation_steps" and as_int(value) == 1
             level = NOTE if as_float(here) is None else None
-            yield Match(key, message, "remove it, under a Trainer", remove=is_default, level=level)
+            yield Match(key, message, "remove it, under a Trainer", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -187,7 +187,7 @@ def nvme_prefetch(doc: Document) -> Iterator[Match]:
 def optimizer_of_json(doc: Document) -> Iterator[Match]:
     """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
-        if doc.block(block):
+        if doc.block(block) and not is_without_trainer(doc):
             named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)
             here = str(reader.get(field, "")) if reader is not None else ""
             is_same = here.startswith(SAME_AS.get(named, "\0"))

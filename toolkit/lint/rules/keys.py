@@ -270,6 +270,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         source = doc.reader_source if doc.call is None else ""
         drops = DROPS_UNKNOWN.search(source) and not re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
+        may_drop = is_declared or drops or doc.is_read_in_parts
         may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
@@ -279,13 +280,14 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             fix,
             rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
             remove=(instead is None or is_off) and not may_be_its,
-            level=NOTE if is_declared or drops else WARNING if may_be_its and doc.program else None,
+            level=NOTE if may_drop else WARNING if may_be_its and doc.program else None,
         )
 
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:
     ratio = as_float(doc.get(name)) if name == "warmup_ratio" else None
-    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else f"`{instead}`"
+    named = instead if " " in instead else f"`{instead}`"
+    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else named
 
 
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
@@ -303,7 +305,8 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has a very similar field: the parser raises, unless the script has this argument itself."""
     fields = trainer_argument_names()
     for name in () if schema_of(doc) is not None else doc.data:
-        if name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED or len(name) > 100:
+        is_known = name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED
+        if is_known or len(name) > 100 or name.startswith(COMMENT_PREFIXES):
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close) and not doc.is_declared(name):

@@ -90,7 +90,9 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
-        yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line)
+        # A platform that starts the script on each node may set the variable.
+        level = NOTE if ":-" in found[0] and (doc.script.nodes or 1) == 1 else None
+        yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--nnodes, or --num_machines for accelerate")
@@ -254,7 +256,8 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     count, line = script.directives[name]
     if name == "ntasks" and count.isdigit():
         count = str(int(count) // (script.nodes or int(count)))  # without a number of nodes SLURM chooses one
-    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)") or not script.mentions(r"\bsrun\b")
+    by_srun = any(re.search(r"\bsrun\b", call.before) for call in script.launches)
+    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)") or not by_srun
     if count.isdigit() and int(count) > 1 and not own:
         message = f"srun starts {script.launches[0].tool} {count} times on each node"
         yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)

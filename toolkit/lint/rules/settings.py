@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert.programs import FOREIGN
-from toolkit.lint.document import DEEPSPEED, OUR_PROGRAMS, Document
+from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
 from toolkit.presets.preset import presets_root
 
@@ -134,9 +134,16 @@ def is_grpo(doc: Document) -> bool:
 
 
 def level_for_trainer(doc: Document) -> str | None:
-    """Return the level of what concerns the Trainer alone: a JSON without one `auto` may be for a script of its own."""
-    in_json = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
-    return NOTE if in_json else None
+    """Return the level of what concerns the Trainer alone: a JSON without one `auto`, or of an accelerate YAML, or in a
+    project without a Trainer, may be for a loop of its own."""
+    is_accelerates = doc.named_by is not None and doc.named_by.kind == ACCELERATE
+    has_no_auto = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
+    return NOTE if is_accelerates or has_no_auto or is_without_trainer(doc) else None
+
+
+def is_without_trainer(doc: Document) -> bool:
+    """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
+    return doc.has_own_loop and trainer_of(doc) is None
 
 
 def trainer_of(doc: Document) -> Document | None:

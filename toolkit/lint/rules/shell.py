@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from toolkit.errors import nearest
 from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
-from toolkit.lint.findings import ERROR, WARNING, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
+from toolkit.lint.named_files import source_of
 from toolkit.lint.rules.settings import as_enum
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
@@ -151,14 +152,18 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
     """With `--num_gpus`, `--include` or `--exclude`, `deepspeed` drops `CUDA_VISIBLE_DEVICES` and takes the node's
     first GPUs.
     """
-    found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"), None)
-    for call in doc.script.launches if found is not None else ():
+    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"
+    exported = next(((found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}")), None)
+    for call in doc.script.launches:
+        in_front = re.search(assigned, call.before)  # and not in front of another command
+        gpus, line = (in_front[1], call.line) if in_front else exported or ("", 0)
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
-        in_force = found[0][1] == ",".join(map(str, range(found[0][1].count(",") + 1)))  # type: ignore[index]
+        first = ",".join(map(str, range(gpus.count(",") + 1)))
+        in_force = gpus in ("", first) or call.options.get("include") == f"localhost:{gpus}"
         if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
             message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
-            fix = f"`--include localhost:{found[0][1]}`, without --num_gpus"  # type: ignore[index]
-            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=found[1])  # type: ignore[index]
+            fix = f"`--include localhost:{gpus}`, without --num_gpus"
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
 
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")
@@ -177,6 +182,9 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
         is_file = first.endswith((".yaml", ".yml", ".json")) and not first.startswith("-")
-        if call.tool == "deepspeed" and is_file and "no-local-rank" not in call.options:
+        source = source_of(call.script or "", doc.path)[0]
+        looks_there = re.search(r"\bargv\b|\brun_exp\b", source or (call.script or "").replace("src/train.py", "argv"))
+        if call.tool == "deepspeed" and is_file and "no-local-rank" not in call.options and (looks_there or not source):
             message = f"--local_rank=N stands in front of {call.words[0]}"
-            yield Match(call.words[0], message, "`torchrun`, or `deepspeed --no_local_rank`", line=call.line)
+            fix, level = "`torchrun`, or `deepspeed --no_local_rank`", None if looks_there else NOTE
+            yield Match(call.words[0], message, fix, line=call.line, level=level)

@@ -150,7 +150,10 @@ def number_as_text(doc: Document) -> Iterator[Match]:
             and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source)
         ):
             number = re.sub("[eE]", ".0e", str(value))
-            yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", f"`{number}`", value=number)
+            keeps_it = re.search(r"parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
+            message = f"{value} is text to PyYAML: parse_yaml_file keeps it"
+            level = NOTE if doc.reader_source and not keeps_it else None  # OmegaConf reads a number
+            yield Match(name, message, f"`{number}`", value=number, level=level)
 
 
 @rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
