@@ -12,6 +12,7 @@ from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 from toolkit.lint.job_script import read_script
+from toolkit.lint.named_files import project_source
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -302,3 +303,114 @@ def test_a_string_inside_of_a_string_stays_a_part_of_its_word(tmp_path: Path) ->
     assert call.options == {"nnodes": "${SLURM_NNODES}", "nproc-per-node": "8", "rdzv-id": "a b"}
     assert {name: value for name, (value, _) in call.arguments.items()} == {"output_dir": "my out", "bf16": None}
     assert [each.rule for each in lint(tmp_path, a__sh=text) if each.rule == "behind-the-script"] == []
+
+
+HF = "from transformers import HfArgumentParser, TrainingArguments\nHfArgumentParser((TrainingArguments,))\n"
+TRAINS_ALONE = "from trl import PPOConfig, PPOTrainer\nPPOTrainer(PPOConfig())\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "keys"),
+    [
+        (HF, ["warmup_ratio"]),
+        ("from arguments import parse\n", ["warmup_ratio"]),  # a module of the project, with the parser
+        ("import argparse\nparser = argparse.ArgumentParser()\n", []),
+        (TRAINS_ALONE, []),  # which reads no argument, beside a script that does
+    ],
+)
+def test_the_parser_of_another_script_beside_it_reads_nothing(script: str, keys: list[str], tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "arguments.py").write_text(HF)
+    (tmp_path / "train.py").write_text(script)
+    command = "torchrun train.py --output_dir out --bf16 --save_strategy no --warmup_ratio 0.1\n"
+    assert [each.key for each in lint(tmp_path, a__sh=command)] == keys
+
+
+LOOP = "from accelerate import Accelerator\naccelerator = Accelerator()\nclass Trainer:\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("near", "is_said"),
+    [(LOOP, False), (LOOP + HF, True), ("from transformers import (\n    A,\n    Trainer,\n)", True)],
+)
+def test_nothing_is_said_of_a_trainer_in_a_project_that_has_none(near: str, is_said: bool, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "other.py").write_text(HF)  # of another part of the project
+    (tmp_path / "part/configs").mkdir(parents=True)
+    (tmp_path / "part/train.py").write_text(near)
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "bf16": {"enabled": "auto"}}
+    zero = {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    findings = lint(tmp_path / "part/configs", ds__json=json.dumps(adam | zero))
+    found = {each.rule: each.level for each in findings}
+    assert ("not-auto" in found, "optimizer-of-json" in found) == (is_said, is_said)
+    assert found["stage-3-without-gather"] == ("warning" if is_said else "note")
+    yaml = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
+    assert [each.rule for each in lint(tmp_path / "part/configs", a__yaml=yaml)] == ["yaml-not-auto"] * is_said
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "level"), [("0,", 1, None), ("0,1,2", 1, "note"), ("0,1,2", 2, "warning")])
+def test_gpus_without_a_process_may_be_for_others(gpus: str, nodes: int, level: str | None, tmp_path: Path) -> None:
+    text = f"distributed_type: MULTI_GPU\nnum_machines: {nodes}\nnum_processes: {nodes}\ngpu_ids: '{gpus}'\n"
+    found = [each.level for each in lint(tmp_path, a__yaml=text) if each.rule == "uneven-processes"]
+    assert found == ([level] if level else [])
+
+
+def test_a_file_that_is_parsed_in_parts_may_be_changed_in_between(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    once = "parser = TrlParser((ModelConfig, Mine))\nmine = parser.parse_args_and_config()[1]\n"
+    text = f"{TRL}warmup_ratio: 0.1\ntorch_dtype: auto\nmy_rows: 1\n"
+    for source, level in ((once, "warning"), (once + once, "note")):
+        (tmp_path / "train.py").write_text(source)
+        project_source.cache_clear()
+        found = levels(lint(tmp_path, a__yaml=text))
+        assert (found["warmup_ratio"], found["torch_dtype"]) == (level, level)
+
+
+def test_a_key_that_is_commented_out_by_its_name_is_not_misspelt(tmp_path: Path) -> None:
+    text = "output_dir: out\nnum_train_epochs: 1\n_gradient_checkpointing: true\n"
+    assert lint(tmp_path, a__yaml=text) == []
+
+
+def test_accumulation_in_a_yaml_is_not_removed(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 1\n"
+    (tmp_path / "a.yaml").write_text(text)  # without it, a script's Accelerator(gradient_accumulation_steps=N) applies
+    assert fixed_text(tmp_path / "a.yaml") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ignored"),
+    [
+        ("CUDA_VISIBLE_DEVICES=2,3 deepspeed --num_gpus 2 train.py\n", True),
+        ("export CUDA_VISIBLE_DEVICES=2,3\ndeepspeed --num_gpus 2 train.py\n", True),
+        ("CUDA_VISIBLE_DEVICES=2,3 python prepare.py\ndeepspeed --num_gpus 8 train.py\n", False),
+        ("export CUDA_VISIBLE_DEVICES=2,3\ndeepspeed --include localhost:2,3 train.py\n", False),
+    ],
+)
+def test_devices_of_another_command_are_not_ignored(text: str, is_ignored: bool, tmp_path: Path) -> None:
+    assert ("visible-devices-ignored" in [each.rule for each in lint(tmp_path, a__sh=text)]) == is_ignored
+
+
+@pytest.mark.parametrize(
+    ("source", "level"),
+    [("sys.argv[1].endswith('.yaml')", "warning"), ("parser.add_argument('file')", None), ("", "note")],
+)
+def test_a_file_behind_the_local_rank_is_lost_where_the_script_looks_for_it_first(
+    source: str, level: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    found = [each.level for each in lint(tmp_path, a__sh="deepspeed train.py my.yaml\n")]
+    assert found == ([level] if level else [])
+
+
+def test_srun_of_another_command_starts_no_launcher(tmp_path: Path) -> None:
+    job = "#!/bin/bash\n#SBATCH --ntasks-per-node=4\n#SBATCH --signal=TERM@90\n#SBATCH --no-requeue\n"
+    for command, rules in (("srun hostname\ntorchrun a.py", []), ("srun torchrun a.py", ["launcher-per-gpu"])):
+        found = [each.rule for each in lint(tmp_path, a__sh=f"{job}{command}\n")]
+        assert [each for each in found if each == "launcher-per-gpu"] == rules
+
+
+def test_a_number_that_omegaconf_reads_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("settings = OmegaConf.load(name)\n")
+    findings = lint(tmp_path, a__yaml="learning_rate: 2e-4\nnum_train_epochs: 1\noutput_dir: out\n")
+    assert [(each.rule, each.level) for each in findings] == [("number-as-text", "note")]
