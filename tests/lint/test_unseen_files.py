@@ -414,3 +414,28 @@ def test_a_number_that_omegaconf_reads_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("settings = OmegaConf.load(name)\n")
     findings = lint(tmp_path, a__yaml="learning_rate: 2e-4\nnum_train_epochs: 1\noutput_dir: out\n")
     assert [(each.rule, each.level) for each in findings] == [("number-as-text", "note")]
+
+
+@pytest.mark.parametrize(
+    ("field", "level"), [("", ["error"]), ('    eval_strategy: str = field(default="steps")\n', [])]
+)
+def test_a_default_of_the_scripts_own_dataclass_is_not_transformers(
+    field: str, level: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(f"{HF}class Mine(TrainingArguments):\n    rows: int = 1\n{field}")
+    command = "torchrun train.py --output_dir out --bf16 --save_strategy steps --load_best_model_at_end\n"
+    assert [each.level for each in lint(tmp_path, a__sh=command)] == level
+
+
+def test_an_old_switch_that_is_off_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 2, "cpu_offload": false}}')
+    assert [(each.level, each.fix) for each in lint_paths([tmp_path]).findings] == [("note", "remove it")]
+    assert fixed_text(tmp_path / "a.json") == '{"zero_optimization": {"stage": 2}}'
+
+
+@pytest.mark.parametrize("source", ["", "dtype = model_args.torch_dtype\n"])
+def test_a_name_that_the_script_reads_is_not_renamed(source: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "a.yaml").write_text(f"{TRL}torch_dtype: auto\n")
+    assert ("torch_dtype" in fixed_text(tmp_path / "a.yaml")) == bool(source)

@@ -53,6 +53,12 @@ LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in
 
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
 
+# Fields of a script's dataclass whose defaults in transformers and TRL the rules count on.
+OWN_DEFAULT = re.compile(
+    r"^[ \t]+(?:eval_strategy|save_strategy|bf16|fp16|per_device_train_batch_size|gradient_accumulation_steps|"
+    r"dataloader_num_workers|lr_scheduler_kwargs|num_generations)[ \t]*:[^=\n]+=",
+    re.MULTILINE,
+)
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 _ABSENT = object()
@@ -122,9 +128,11 @@ class Document:
 
     @property
     def is_complete(self) -> bool:
-        """False for a command line on which a variable, or a file, may stand for more arguments."""
+        """False for a command line on which a variable, or a file, may stand for more arguments, or whose script has
+        defaults of its own for them."""
         first = self.call.words[0] if self.call and self.call.words else ""
-        return self.call is None or (self.call.is_complete and not first.endswith(SUFFIXES))
+        is_all = self.call is None or (self.call.is_complete and not first.endswith(SUFFIXES))
+        return is_all and OWN_DEFAULT.search(self.source) is None
 
     def is_declared(self, name: str) -> bool:
         """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.
@@ -139,6 +147,10 @@ class Document:
             return declares(project_source(folder), name)
         of_a_fork = project_source(folder, "training_args.py")
         return any(declares(each, name) for each in (self.source, of_a_fork, imported_source(self.source, folder)))
+
+    def is_read(self, name: str) -> bool:
+        """Return True for a setting that the script, or the project, reads by this name: it is not to be renamed."""
+        return re.search(rf"\w\.{re.escape(name)}\b", self.reader_source) is not None
 
     @property
     def has_trl_parser(self) -> bool:

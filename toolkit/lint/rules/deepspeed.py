@@ -265,7 +265,8 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
-        default = False if doc.program == "transformers" and not doc.has(f"{name}_full_eval") else None
+        is_known = doc.program == "transformers" and doc.is_complete and not doc.has(f"{name}_full_eval")
+        default = False if is_known else None
         flag, json_flag = as_bool(doc.get(name, default)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)

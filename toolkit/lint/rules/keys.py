@@ -248,8 +248,10 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
         key = f"zero_optimization.{name}"
         if doc.has(key):
             rename = instead if instead in DEEPSPEED_BLOCKS["zero_optimization"] else None
-            level = None if name.startswith("cpu") else NOTE
-            yield Match(key, f"`{name}` is an old spelling", f"`{instead}`", rename=rename, level=level)
+            is_off = name.startswith("cpu") and as_bool(doc.get(key)) is False  # and the new block turns it on
+            level = None if name.startswith("cpu") and not is_off else NOTE
+            fix = "remove it" if is_off else f"`{instead}`"
+            yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")

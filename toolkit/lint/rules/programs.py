@@ -57,9 +57,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
-        yield Match(
-            key, message, fix, rename=None if name is None or of_own_script or doc.has(name) else name, level=level
-        )
+        is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
+        yield Match(key, message, fix, rename=name if is_free else None, level=level)
 
 
 def _old_names(doc: Document) -> Iterator[Match]:
