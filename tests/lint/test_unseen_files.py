@@ -12,7 +12,7 @@ from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 from toolkit.lint.job_script import read_script
-from toolkit.lint.named_files import project_source
+from toolkit.lint.named_files import project_files, project_source
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -439,3 +439,19 @@ def test_a_name_that_the_script_reads_is_not_renamed(source: str, tmp_path: Path
     (tmp_path / "train.py").write_text(source)
     (tmp_path / "a.yaml").write_text(f"{TRL}torch_dtype: auto\n")
     assert ("torch_dtype" in fixed_text(tmp_path / "a.yaml")) == bool(source)
+
+
+def test_an_argument_of_the_projects_own_copy_of_trl_is_known(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "trl/trainer").mkdir(parents=True)
+    command = "accelerate launch trl/scripts/sft.py --model_name_or_path a/b --dataset_name c/d --torch_dtype auto\n"
+    assert [each.key for each in lint(tmp_path, a__sh=command)] == ["torch_dtype"]
+    (tmp_path / "trl/trainer/model_config.py").write_text("class ModelConfig:\n    torch_dtype: str = 'auto'\n")
+    project_files.cache_clear()
+    project_source.cache_clear()
+    assert lint(tmp_path, a__sh=command) == []
+
+
+def test_a_key_that_the_file_has_already_is_no_fix_of_another(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 2}, "zero_optimisation": {"stage": 3}}'
+    assert [(each.key, each.fix) for each in lint(tmp_path, a__json=text)] == [("zero_optimisation", "remove it")]

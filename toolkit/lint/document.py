@@ -145,7 +145,7 @@ class Document:
         folder = Path(self.path).absolute().parent
         if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
             return declares(project_source(folder), name)
-        of_a_fork = project_source(folder, "training_args.py")
+        of_a_fork = project_source(folder, "training_args.py", "/trl/trainer/")
         return any(declares(each, name) for each in (self.source, of_a_fork, imported_source(self.source, folder)))
 
     def is_read(self, name: str) -> bool:

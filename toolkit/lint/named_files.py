@@ -74,9 +74,9 @@ def project_files(folder: Path) -> tuple[Path, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def project_source(folder: Path, name: str = "") -> str:
-    """Return the text of the Python files of a project, or of those with a name."""
-    return _texts([each for each in project_files(folder) if name in ("", each.name)])
+def project_source(folder: Path, *parts: str) -> str:
+    """Return the text of the Python files of a project, or of those with one of some parts in their path."""
+    return _texts([each for each in project_files(folder) if not parts or any(part in str(each) for part in parts)])
 
 
 @functools.lru_cache(maxsize=256)

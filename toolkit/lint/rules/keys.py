@@ -61,7 +61,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
-    fix = f"`{close}`" if close else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
+    fix = f"`{close}`" if is_free else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
