@@ -455,3 +455,9 @@ def test_an_argument_of_the_projects_own_copy_of_trl_is_known(tmp_path: Path) ->
 def test_a_key_that_the_file_has_already_is_no_fix_of_another(tmp_path: Path) -> None:
     text = '{"zero_optimization": {"stage": 2}, "zero_optimisation": {"stage": 3}}'
     assert [(each.key, each.fix) for each in lint(tmp_path, a__json=text)] == [("zero_optimisation", "remove it")]
+
+
+@pytest.mark.parametrize(("value", "rules"), [("auto", []), ("often", ["wrong-deepspeed-type"])])
+def test_a_number_that_accelerate_replaces_may_be_auto(value: str, rules: list[str], tmp_path: Path) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": value})
+    assert [each.rule for each in lint(tmp_path, a__json=text)] == rules

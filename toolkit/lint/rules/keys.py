@@ -141,8 +141,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             is_fsdp = block == "fsdp_config"
             kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
             key = f"{block}.{name}".lstrip(".")
-            if kind is None or is_template(value) or key in closed:
-                continue
+            if kind is None or is_template(value) or key in closed or (key, value) == ("steps_per_print", "auto"):
+                continue  # the last, accelerate puts its own number in place of
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may put a number in the place of `auto`; and DeepSpeed alone takes true for stage 1.
                 level = WARNING if value == "auto" and doc.kind == DEEPSPEED else None
