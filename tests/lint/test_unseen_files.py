@@ -461,3 +461,32 @@ def test_a_key_that_the_file_has_already_is_no_fix_of_another(tmp_path: Path) ->
 def test_a_number_that_accelerate_replaces_may_be_auto(value: str, rules: list[str], tmp_path: Path) -> None:
     text = json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": value})
     assert [each.rule for each in lint(tmp_path, a__json=text)] == rules
+
+
+def test_another_setting_with_words_in_common_is_no_misspelling(tmp_path: Path) -> None:
+    yaml = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  offload_optimizer_pin_memory: true\n"
+    names = {"memory_optimization": {}, "monitor_config": {}, "micro_batch_size_per_gpu": 1}
+    findings = lint(
+        tmp_path, a__json=json.dumps({**names, "zero_optimizations": {"stage": 2}, "fp16": {"enabled": True}})
+    )
+    assert {each.key: each.fix for each in findings if "unknown" in each.rule} == {
+        "memory_optimization": "remove it",
+        "monitor_config": "remove it",
+        "micro_batch_size_per_gpu": "`train_micro_batch_size_per_gpu`",
+        "zero_optimizations": "`zero_optimization`",
+    }
+    assert "remove it" in [each.fix for each in lint(tmp_path, a__yaml=yaml)]
+    assert fixed_text(tmp_path / "a.yaml") == yaml
+
+
+def test_settings_of_a_loop_of_its_own_are_notes(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(LOOP)
+    text = "output_dir: o\nbf16: true\nwarmup_ratio: 0.1\nfsdp: true\nfsdp_config: {offload_params: true}\n"
+    assert {each.level for each in lint(tmp_path, a__yaml=text)} == {"note"}
+
+
+@pytest.mark.parametrize(("hostfile", "level"), [("", "error"), ("--deepspeed_hostfile hosts", "note")])
+def test_a_hostfile_that_is_named_is_chosen(hostfile: str, level: str, tmp_path: Path) -> None:
+    text = f"accelerate launch --use_deepspeed --num_machines 2 --main_process_ip h --machine_rank $R {hostfile} x.py\n"
+    assert levels(lint(tmp_path, a__sh=text))["--deepspeed_multinode_launcher"] == level

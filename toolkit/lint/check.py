@@ -156,6 +156,8 @@ def _is_known(document: Document, rule: LintRule) -> bool:
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
     level = match.level or rule.level
+    if document.kind == TRAINER and document.call is None and document.has_own_loop:
+        return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
         return level
     if document.program is not None:

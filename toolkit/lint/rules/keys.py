@@ -57,12 +57,20 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     key = f"{prefix}{name}"
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
-    close = None if stem is None else stems[stem]
+    close = None if stem is None or not _is_misspelt(name, stem) else stems[stem]
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
     fix = f"`{close}`" if is_free else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
+
+
+def _is_misspelt(name: str, stem: str) -> bool:
+    """Return True where each word of the shorter name is one of the other: `pin_memory` is no `nvme_path`."""
+    words, others = sorted((name.removesuffix("_config").split("_"), stem.split("_")), key=len)
+    return all(nearest(word, others, cutoff=0.6) for word in words) and (
+        len(words) > 1 or nearest(name.removesuffix("_config"), [stem], cutoff=0.8) is not None
+    )
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")

@@ -166,8 +166,10 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     for call in several(doc, "accelerate"):
         deepspeed = call.options.keys() & {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
         if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
+            level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
-            yield Match("--deepspeed_multinode_launcher", "DeepSpeed is started through pdsh", fix, line=call.line)
+            message = "DeepSpeed is started through pdsh"
+            yield Match("--deepspeed_multinode_launcher", message, fix, line=call.line, level=level)
 
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
