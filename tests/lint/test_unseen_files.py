@@ -490,3 +490,11 @@ def test_settings_of_a_loop_of_its_own_are_notes(tmp_path: Path) -> None:
 def test_a_hostfile_that_is_named_is_chosen(hostfile: str, level: str, tmp_path: Path) -> None:
     text = f"accelerate launch --use_deepspeed --num_machines 2 --main_process_ip h --machine_rank $R {hostfile} x.py\n"
     assert levels(lint(tmp_path, a__sh=text))["--deepspeed_multinode_launcher"] == level
+
+
+@pytest.mark.parametrize(("source", "level"), [("", "warning"), ("rows = settings.starting_rows\n", "note")])
+def test_a_file_of_axolotl_with_settings_that_a_script_reads_has_notes(source: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "evaluate.py").write_text(source)
+    text = "base_model: a/b\nsequence_len: 512\nmicro_batch_size: 1\nstarting_rows: 1\nour_limit: 2\nother_share: 3\n"
+    assert {each.level for each in lint(tmp_path, a__yaml=text)} == {level}

@@ -37,6 +37,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     # A file with settings that no version of TRL had is read by a script with dataclasses of its own.
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
+    is_read_here = doc.call is None and any(map(doc.is_read, strange))  # by a script of the project
     for key in unknown:
         instead = schema.replacement(key)
         if not (program == "trl" and is_command) and doc.is_declared(key):
@@ -50,7 +51,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
-            message, level = f"{message}; a fork or another version may have it", WARNING
+            message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else "the version that has it, or remove it"
         if of_own_script and level is None:
