@@ -49,6 +49,18 @@ MAX_UNKNOWN, UNKNOWN_PART = 3, 0.3
 SIMILARITY = 0.85  # above which a setting is a misspelling: `num_train_epoch`
 
 
+def is_alike(name: str, other: str) -> bool:
+    """Return True where each word of the shorter name is one of the other.
+
+    >>> is_alike("micro_batch_sizes", "train_micro_batch_size"), is_alike("offload_pin_memory", "offload_nvme_path")
+    (True, False)
+    """
+    words, others = sorted((name.split("_"), other.split("_")), key=len)
+    return all(nearest(word, others, cutoff=0.7) for word in words) and (
+        len(words) > 1 or nearest(name, [other], cutoff=0.8) is not None
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramSchema:
     """The settings of one version of a program; tables/programs.yaml says what each field is."""
@@ -100,7 +112,8 @@ class ProgramSchema:
         block, _, name = key.rpartition(".")
         if key in self.renamed or len(name) > 100:
             return self.renamed.get(key)
-        return nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
+        close = nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
+        return close if close and is_alike(name, close) else None
 
     def commands_of(self, values: Mapping[str, Any]) -> list[str]:
         """Return the commands that have the most of a file's settings."""

@@ -31,6 +31,7 @@ from toolkit.lint.document import (
     with_named_files,
 )
 from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
+from toolkit.lint.named_files import has_own_loop
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
@@ -156,7 +157,7 @@ def _is_known(document: Document, rule: LintRule) -> bool:
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
     level = match.level or rule.level
-    if document.kind == TRAINER and document.call is None and document.has_own_loop:
+    if document.kind == TRAINER and document.call is None and has_own_loop(document.path):
         return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
         return level

@@ -37,7 +37,6 @@ from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
     find_named,
-    has_own_loop,
     imported_source,
     project_source,
     reader_in,
@@ -54,11 +53,9 @@ LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
 
 # Fields of a script's dataclass whose defaults in transformers and TRL the rules count on.
-OWN_DEFAULT = re.compile(
-    r"^[ \t]+(?:eval_strategy|save_strategy|bf16|fp16|per_device_train_batch_size|gradient_accumulation_steps|"
-    r"dataloader_num_workers|lr_scheduler_kwargs|num_generations)[ \t]*:[^=\n]+=",
-    re.MULTILINE,
-)
+_COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
+_COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
+OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 _ABSENT = object()
@@ -128,8 +125,7 @@ class Document:
 
     @property
     def is_complete(self) -> bool:
-        """False for a command line on which a variable, or a file, may stand for more arguments, or whose script has
-        defaults of its own for them."""
+        """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
         first = self.call.words[0] if self.call and self.call.words else ""
         is_all = self.call is None or (self.call.is_complete and not first.endswith(SUFFIXES))
         return is_all and OWN_DEFAULT.search(self.source) is None
@@ -149,7 +145,7 @@ class Document:
         return any(declares(each, name) for each in (self.source, of_a_fork, imported_source(self.source, folder)))
 
     def is_read(self, name: str) -> bool:
-        """Return True for a setting that the script, or the project, reads by this name: it is not to be renamed."""
+        """Return True for a setting that the script, or the project, reads by this name."""
         return re.search(rf"\w\.{re.escape(name)}\b", self.reader_source) is not None
 
     @property
@@ -160,13 +156,8 @@ class Document:
 
     @property
     def is_read_in_parts(self) -> bool:
-        """Return True where one script reads the same file with several of TRL's parsers, and may change them."""
+        """Return True where a script reads the same file with several of TRL's parsers, and may change it."""
         return self.call is None and PARSED_TWICE.search(self.reader_source) is not None
-
-    @property
-    def has_own_loop(self) -> bool:
-        """Return True for a file of a project that trains without a Trainer, as the Python files near it say."""
-        return has_own_loop(Path(self.path).absolute().parent)
 
     @property
     def reader_source(self) -> str:
@@ -244,13 +235,10 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
     own, beside = source_of(call.script or "", document.path)
     source = own + beside
+    imported = imported_source(own, Path(document.path).absolute().parent)
     others = {name: value for name, value in data.items() if not declares(source, name)}
-    program = reader_of(others, script=call.script or "") or reader_in(
-        own,
-        imported_source(own, Path(document.path).absolute().parent),
-        beside,
-        is_trainer=bool(data.keys() & TRAINER_EVIDENCE),
-    )
+    program = reader_of(others, script=call.script or "")
+    program = program or reader_in(own, imported, beside, is_trainer=bool(data.keys() & TRAINER_EVIDENCE))
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     launch_config = accelerate_file(document, call)
     if not data or not (is_trainer or launch_config):

@@ -80,11 +80,11 @@ def project_source(folder: Path, *parts: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def has_own_loop(folder: Path) -> bool:
-    """Return True where the Python files nearest to a folder train with accelerate or DeepSpeed, and without a Trainer
-    of transformers or TRL."""
-    files = project_files(folder)
-    for place in (folder, *folder.parents)[:MAX_LEVELS] if files else ():
+def has_own_loop(path: str) -> bool:
+    """Return True where the Python files nearest to a file train with accelerate or DeepSpeed, without a Trainer."""
+    places = Path(path).absolute().parents[:MAX_LEVELS]
+    files = project_files(places[0])
+    for place in places if files else ():
         source = _texts([each for each in files if place in each.parents])
         if _TRAINER.search(source):
             return False
@@ -109,8 +109,7 @@ def _texts(files: Sequence[Path]) -> str:
 
 
 def reader_in(own: str, imported: str, beside: str, *, is_trainer: bool) -> str | None:
-    """Return who reads a script's arguments, as its source says it, or else that of the modules that it imports, or of
-    those beside it; None where these say nothing."""
+    """Return who reads a script's arguments, as its source, its modules', or those beside it say; None for nothing."""
     source = next((each for each in (own, imported, beside) if _PARSER.search(each)), "")
     if source != own and not imported and _TRAINER.search(own):
         return A_SCRIPT  # which trains, and reads none of the words

@@ -253,13 +253,11 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     if processes % machines:
         total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
         yield Match("num_processes", f"{processes} starts {total}", f"a multiple of {machines}")
-    count = len([each for each in ids.split(",") if each.strip()])
-    gpus = per_node if ids == "all" or as_bool(doc.get("use_cpu")) else count
+    gpus = per_node if ids == "all" or as_bool(doc.get("use_cpu")) else len(ids.strip(" ,").split(","))
     if per_node > gpus:
         yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
     elif 0 < per_node < gpus:
-        message = f"{per_node} of {gpus} GPUs of a node get a process"
-        message += ": num_processes counts those of all nodes" if machines > 1 else ""
+        message = f"{per_node} of {gpus} GPUs of a node get a process: num_processes counts those of all nodes"
         level = WARNING if machines > 1 else NOTE  # of one node, the others may be for vLLM
         yield Match("num_processes", message, f"`num_processes: {gpus * machines}`", level=level)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from toolkit.convert.programs import is_alike
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
@@ -57,20 +58,12 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     key = f"{prefix}{name}"
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
-    close = None if stem is None or not _is_misspelt(name, stem) else stems[stem]
+    close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
     fix = f"`{close}`" if is_free else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
-
-
-def _is_misspelt(name: str, stem: str) -> bool:
-    """Return True where each word of the shorter name is one of the other: `pin_memory` is no `nvme_path`."""
-    words, others = sorted((name.removesuffix("_config").split("_"), stem.split("_")), key=len)
-    return all(nearest(word, others, cutoff=0.6) for word in words) and (
-        len(words) > 1 or nearest(name.removesuffix("_config"), [stem], cutoff=0.8) is not None
-    )
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -296,8 +289,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:
     ratio = as_float(doc.get(name)) if name == "warmup_ratio" else None
-    named = instead if " " in instead else f"`{instead}`"
-    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else named
+    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else f"`{instead}`"
 
 
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
@@ -315,8 +307,7 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has a very similar field: the parser raises, unless the script has this argument itself."""
     fields = trainer_argument_names()
     for name in () if schema_of(doc) is not None else doc.data:
-        is_known = name in fields or name in removed.TRAINING_ARGUMENTS_REMOVED
-        if is_known or len(name) > 100 or name.startswith(COMMENT_PREFIXES):
+        if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
         if close and not doc.has(close) and not doc.is_declared(name):

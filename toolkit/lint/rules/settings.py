@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.convert.programs import FOREIGN
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
+from toolkit.lint.named_files import has_own_loop
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -134,8 +135,7 @@ def is_grpo(doc: Document) -> bool:
 
 
 def level_for_trainer(doc: Document) -> str | None:
-    """Return the level of what concerns the Trainer alone: a JSON without one `auto`, or of an accelerate YAML, or in a
-    project without a Trainer, may be for a loop of its own."""
+    """Return the level of what concerns the Trainer alone: a JSON without `auto`, or of a YAML, may be for a loop."""
     is_accelerates = doc.named_by is not None and doc.named_by.kind == ACCELERATE
     has_no_auto = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
     return NOTE if is_accelerates or has_no_auto or is_without_trainer(doc) else None
@@ -143,7 +143,7 @@ def level_for_trainer(doc: Document) -> str | None:
 
 def is_without_trainer(doc: Document) -> bool:
     """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
-    return doc.has_own_loop and trainer_of(doc) is None
+    return trainer_of(doc) is None and has_own_loop(doc.path)
 
 
 def trainer_of(doc: Document) -> Document | None:
