@@ -457,12 +457,6 @@ def test_a_key_that_the_file_has_already_is_no_fix_of_another(tmp_path: Path) ->
     assert [(each.key, each.fix) for each in lint(tmp_path, a__json=text)] == [("zero_optimisation", "remove it")]
 
 
-@pytest.mark.parametrize(("value", "rules"), [("auto", []), ("often", ["wrong-deepspeed-type"])])
-def test_a_number_that_accelerate_replaces_may_be_auto(value: str, rules: list[str], tmp_path: Path) -> None:
-    text = json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": value})
-    assert [each.rule for each in lint(tmp_path, a__json=text)] == rules
-
-
 def test_another_setting_with_words_in_common_is_no_misspelling(tmp_path: Path) -> None:
     yaml = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  offload_optimizer_pin_memory: true\n"
     names = {"memory_optimization": {}, "monitor_config": {}, "micro_batch_size_per_gpu": 1}

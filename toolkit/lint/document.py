@@ -146,13 +146,12 @@ class Document:
 
     def is_read(self, name: str) -> bool:
         """Return True for a setting that the script, or the project, reads by this name."""
-        return re.search(rf"\w\.{re.escape(name)}\b", self.reader_source) is not None
+        return re.search(rf"[.\"']{re.escape(name)}\b", self.reader_source) is not None
 
     @property
     def has_trl_parser(self) -> bool:
         """Return True where the script, or the project, uses TRL's parser and ModelConfig, which refuse other names."""
-        source = self.reader_source
-        return "TrlParser(" in source and "ModelConfig" in source and not self.is_read_in_parts
+        return all(name in self.reader_source for name in ("TrlParser(", "ModelConfig")) and not self.is_read_in_parts
 
     @property
     def is_read_in_parts(self) -> bool:

@@ -20,9 +20,7 @@ from toolkit.files.paths import is_file
 MAX_PATH_LENGTH = 1024
 MAX_LEVELS = 12
 MAX_SOURCES, MAX_SOURCE_BYTES = 1000, 200_000
-_PARSER = re.compile(
-    r"\b(?:HfArgument|H4Argument|Trl)Parser(?=[\[()])|\bArgumentParser\(|\btyper\.|\btyro\.|\bfire\.Fire\(|@click\."
-)
+_PARSER = re.compile(r"\b(?:HfArgument|H4Argument|Argument|Trl)Parser[\[()]|\bty(?:per|ro)\.|\bfire\.Fire\(|@click\.")
 _LOOP = re.compile(r"\bAccelerator\(|\bdeepspeed\.initialize\(")
 _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
@@ -53,9 +51,8 @@ def source_of(script: str, path: str) -> tuple[str, str]:
     tails = ["/".join(parts[start:]) for start in range(max(1, len(parts) - 1))]  # the path may be another machine's
     in_project = (each for tail in tails for each in files if str(each).endswith(f"/{tail}"))
     file = find_named(name, path) or next(in_project, None) if script else None
-    if file is None:
-        return "", ""
-    return _texts([file]), _texts([each for each in sorted(file.parent.glob("*.py")) if each != file])
+    beside = sorted(file.parent.glob("*.py")) if file else []
+    return _texts([file] if file else []), _texts([each for each in beside if each != file])
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,10 +83,8 @@ def has_own_loop(path: str) -> bool:
     files = project_files(places[0])
     for place in places if files else ():
         source = _texts([each for each in files if place in each.parents])
-        if _TRAINER.search(source):
-            return False
-        if _LOOP.search(source):
-            return True
+        if found := _TRAINER.search(source) or _LOOP.search(source):
+            return found.re is _LOOP
     return False
 
 

@@ -258,8 +258,8 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
         yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
     elif 0 < per_node < gpus:
         message = f"{per_node} of {gpus} GPUs of a node get a process: num_processes counts those of all nodes"
-        level = WARNING if machines > 1 else NOTE  # of one node, the others may be for vLLM
-        yield Match("num_processes", message, f"`num_processes: {gpus * machines}`", level=level)
+        fix, level = f"`num_processes: {gpus * machines}`", WARNING if machines > 1 else NOTE  # or vLLM has them
+        yield Match("num_processes", message, fix, level=level)
 
 
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the flags of accelerate launch")

@@ -118,8 +118,7 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         here = reader.get(OWNED_BY_TRAINER[name], 1) if reader is not None else None  # the default of both
         if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
             message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
-            level = NOTE if as_float(here) is None else None
-            yield Match(key, message, "remove it, under a Trainer", level=level)
+            yield Match(key, message, "remove it, under a Trainer", level=None if as_float(here) is not None else NOTE)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -266,8 +265,7 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
         is_known = doc.program == "transformers" and doc.is_complete and not doc.has(f"{name}_full_eval")
-        default = False if is_known else None
-        flag, json_flag = as_bool(doc.get(name, default)), as_bool(json.get(f"{name}.enabled"))
+        flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
 

@@ -250,8 +250,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
         if doc.has(key):
             rename = instead if instead in DEEPSPEED_BLOCKS["zero_optimization"] else None
             is_off = name.startswith("cpu") and as_bool(doc.get(key)) is False  # and the new block turns it on
-            level = None if name.startswith("cpu") and not is_off else NOTE
-            fix = "remove it" if is_off else f"`{instead}`"
+            fix, level = ("remove it" if is_off else f"`{instead}`"), NOTE if is_off or name[:3] != "cpu" else None
             yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
@@ -310,9 +309,7 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
         if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
             continue
         close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        if close and not doc.has(close) and not doc.is_declared(name):
-            if re.search(rf"[.\"']{re.escape(name)}\b", doc.reader_source):
-                continue  # a script reads it
+        if close and not (doc.has(close) or doc.is_declared(name) or doc.is_read(name)):
             level = None if doc.program in OUR_PROGRAMS else NOTE
             message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
             yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)

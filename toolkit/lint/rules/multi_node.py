@@ -90,8 +90,7 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
-        # A platform that starts the script on each node may set the variable.
-        level = NOTE if ":-" in found[0] and (doc.script.nodes or 1) == 1 else None
+        level = NOTE if ":-" in found[0] and (doc.script.nodes or 1) == 1 else None  # a platform may set it
         yield Match(found[0].strip(), "without a head, each node becomes its own", fix, line=line, level=level)
 
 
@@ -168,8 +167,7 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
         if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
             level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
-            message = "DeepSpeed is started through pdsh"
-            yield Match("--deepspeed_multinode_launcher", message, fix, line=call.line, level=level)
+            yield Match("--deepspeed_multinode_launcher", "pdsh starts DeepSpeed", fix, line=call.line, level=level)
 
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
@@ -258,9 +256,8 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     count, line = script.directives[name]
     if name == "ntasks" and count.isdigit():
         count = str(int(count) // (script.nodes or int(count)))  # without a number of nodes SLURM chooses one
-    by_srun = any(re.search(r"\bsrun\b", call.before) for call in script.launches)
-    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)") or not by_srun
-    if count.isdigit() and int(count) > 1 and not own:
+    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)")
+    if count.isdigit() and int(count) > 1 and not own and any("srun" in call.before for call in script.launches):
         message = f"srun starts {script.launches[0].tool} {count} times on each node"
         yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
 

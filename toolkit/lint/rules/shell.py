@@ -158,12 +158,11 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
         in_front = re.search(assigned, call.before)  # and not in front of another command
         gpus, line = (in_front[1], call.line) if in_front else exported or ("", 0)
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
-        first = ",".join(map(str, range(gpus.count(",") + 1)))
-        in_force = gpus in ("", first) or call.options.get("include") == f"localhost:{gpus}"
+        first, included = ",".join(map(str, range(gpus.count(",") + 1))), call.options.get("include")
+        in_force = gpus in ("", first) or included == f"localhost:{gpus}"
         if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
             message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
-            fix = f"`--include localhost:{gpus}`, without --num_gpus"
-            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+            yield Match("CUDA_VISIBLE_DEVICES", message, f"`--include localhost:{gpus}`, without --num_gpus", line=line)
 
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")

@@ -141,19 +141,13 @@ def number_as_text(doc: Document) -> Iterator[Match]:
     for name, field in trainer_schema().fields.items():
         value = doc.get(name)
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
-        if (
-            is_number
-            and "float" in field.type
-            and doc.program in ("transformers", None)
-            and doc.call is None
-            and not doc.is_json
-            and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source)
-        ):
+        is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
+        is_in_yaml = doc.call is None and not doc.is_json
+        if is_its and is_in_yaml and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source):
             number = re.sub("[eE]", ".0e", str(value))
-            keeps_it = re.search(r"parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
-            message = f"{value} is text to PyYAML: parse_yaml_file keeps it"
-            level = NOTE if doc.reader_source and not keeps_it else None  # OmegaConf reads a number
-            yield Match(name, message, f"`{number}`", value=number, level=level)
+            keeps_it = re.search(r"^$|parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
+            fix, level = f"`{number}`", None if keeps_it else NOTE  # OmegaConf reads a number
+            yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", fix, value=number, level=level)
 
 
 @rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
