@@ -26,7 +26,9 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         and rejects_save_only_model(as_enum(settings.fsdp_setting(each, "state_dict_type")))
         for each in (doc, doc.launch_config)
     ),
-    "is_sharded": lambda doc: settings.uses_fsdp(doc) or bool(doc.get("deepspeed")),
+    "is_sharded": lambda doc: (
+        settings.uses_fsdp(doc) or bool(doc.get("deepspeed")) or settings.is_launched_sharded(doc)
+    ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "is_json": lambda doc: doc.kind == DEEPSPEED,

@@ -130,6 +130,11 @@ def is_grpo(doc: Document) -> bool:
     return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
 
 
+def is_launched_sharded(doc: Document) -> bool:
+    """Return True where accelerate's YAML, that the command names, runs DeepSpeed or FSDP."""
+    return doc.launch_config is not None and (is_deepspeed(doc.launch_config) or fsdp_version(doc.launch_config) > 0)
+
+
 # -- DeepSpeed's configuration
 
 
@@ -149,6 +154,8 @@ def trainer_of(doc: Document) -> Document | None:
 def stage_of(doc: Document) -> int:
     """Return the ZeRO stage of a DeepSpeed JSON, or of the accelerate YAML that names one or has a stage itself."""
     json = doc if doc.kind == DEEPSPEED else doc.deepspeed_json
+    if json is None and doc.launch_config is not None and is_deepspeed(doc.launch_config):
+        return stage_of(doc.launch_config)
     return zero_stage(json) if json else as_int(doc.get("deepspeed_config.zero_stage")) or 0
 
 

@@ -29,13 +29,14 @@ FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid
 FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
 # Keys of TRL's DPOConfig that its SFTConfig does not have.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
 def launched_with_fsdp(doc: Document) -> bool:
     """Return True if the launcher's options, or the YAML that they name, say FSDP."""
-    options = doc.call.options if doc.call else {}
+    options = doc.start.options if doc.start else {}
     named = doc.launch_config.get("distributed_type") if doc.launch_config else None
     guessed = "FSDP" if named is None and "fsdp" in (options.get("config-file") or "").lower() else named
     return "use-fsdp" in options or guessed == "FSDP"
@@ -96,7 +97,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
     if group is not None and group < 2:
         yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
-    elif group and per_gpu and accumulation and doc.is_complete and batch is None and not doc.has("config"):
+    elif group and per_gpu and accumulation and doc.is_complete and batch is None:
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
         processes = processes_of(doc)
@@ -116,9 +117,10 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
 
 def processes_of(doc: Document) -> int | None:
     """Return the number of processes that a launcher starts, where its options or its YAML say it."""
-    options = doc.call.options if doc.call else {}
-    if doc.call is not None and doc.call.tool == "torchrun":
-        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
+    options, tool = doc.start.options if doc.start else {}, doc.start.tool if doc.start else ""
+    if tool in PROCESSES_AND_NODES:
+        per_node, nodes = PROCESSES_AND_NODES[tool]
+        counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
         return math.prod(map(int, filter(None, counts))) if all(counts) else None
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     return as_int(options.get("num-processes") or in_yaml)
