@@ -1,8 +1,8 @@
 """Commands in YAML files of Kubernetes, Compose and workflows, as one script on the lines of the file.
 
->>> script = script_of("apiVersion: v1\\nkind: Pod\\nspec:\\n  containers:\\n  - command: [torchrun, --nnodes=1, train.py]\\n")
+>>> script = script_of("apiVersion: v1\\ncontainers:\\n- command: [torchrun, --standalone, train.py]\\n")
 >>> script.launches[0].script, script.launches[0].line
-('train.py', 5)
+('train.py', 3)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _nodes(data: dict[str, Any]) -> int:
     is_indexed = spec.get("completionMode") == "Indexed" or data.get("kind") == "StatefulSet"
     alone = spec.get("parallelism", spec.get("replicas")) if is_indexed else None
     others = [alone, *(_values(spec.get("trainer"), "numNodes")), *_values(spec.get("leaderWorkerTemplate"), "size")]
-    return max([1, sum(filter(_is_count, counts)), *filter(_is_count, others)])
+    return int(max([1, sum(filter(_is_count, counts)), *filter(_is_count, others)]))
 
 
 def _is_count(value: object) -> bool:
