@@ -99,7 +99,7 @@ def _not_checked(document: Document) -> Iterator[str]:
     if document.call is None and document.program == OPEN_INSTRUCT:
         others = counted(len(document.data.keys() - trainer_argument_names()), "argument")
         yield f"{document.path}: {others} of a script with dataclasses of its own not checked"
-    checked = {part.call.line for part in document.parts if part.call and part.kind}
+    checked = {part.start.line for part in document.parts if part.start and part.kind}
     for call in document.script.launches:
         if call.arguments and call.line not in checked:
             count = counted(len(call.arguments), "argument")

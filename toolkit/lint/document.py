@@ -33,7 +33,7 @@ from toolkit.files.documents import (
 )
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_files import script_of
-from toolkit.lint.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.job_script import EMPTY_SCRIPT, PAIR, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
 from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
@@ -47,6 +47,7 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
 ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
+VERL, OPENRLHF = "verl", "openrlhf"  # the words behind their modules
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
@@ -98,6 +99,8 @@ class Document:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
+        if key in self.data:
+            return self.data[key]
         value: Any = self.data
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -220,6 +223,11 @@ def _with_written(part: Document, parts: Sequence[Document]) -> Document:
 def _arguments(document: Document, call: LauncherCall) -> Document | None:
     """Return the words behind a script's name as Trainer arguments; None where nothing says that they are."""
     data = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
+    own_kind = next((kind for kind in (VERL, OPENRLHF) if kind in re.split(r"[ .]", call.script or "")), None)
+    if own_kind is not None:
+        data = _values_behind(call)
+        places = {name: _place_on(call.arguments.get(name, ("", call.line))[1], name) for name in data}
+        return Document(path=document.path, text=document.text, kind=own_kind, data=data, positions=places, call=call)
     # HfArgumentParser has `--no_NAME` for each switch that is on by default.
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
@@ -271,9 +279,7 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     settings = _read_file(file) if file else by_name.get(Path(named).name)
     if settings is None or settings.kind not in (TRAINER, AXOLOTL):
         return None
-    behind = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
-    pairs = (word.split("=", 1) for word in call.words if re.match(r"[A-Za-z_]\w*=", word))
-    data = {**settings.data, **behind, **dict(pairs)}
+    data = {**settings.data, **_values_behind(call)}
     data.pop("config", None)
     lines = {name: line for name, (_, line) in call.arguments.items()}
     places = {
@@ -284,6 +290,12 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
     part = replace(settings, data=data, positions=positions, command=command, program=program)
     return _with_launcher(part, accelerate_file(document, call))
+
+
+def _values_behind(call: LauncherCall) -> dict[str, Any]:
+    """Return the arguments of a command: `--name value`, and `name=value` as OmegaConf and Hydra read it."""
+    pairs = (word.lstrip("+").split("=", 1) for word in call.words if PAIR.match(word))
+    return {name: True if value is None else value for name, (value, _) in call.arguments.items()} | dict(pairs)
 
 
 def _place_on(line: int, key: str) -> KeyPosition:
@@ -490,6 +502,7 @@ TRAINER_EVIDENCE = {
     *("do_train", "do_eval", "do_predict"),
     *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
     *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
+    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last", "adam_beta2"),
 }
 
 

@@ -48,25 +48,13 @@ def script_of(text: str) -> JobScript | None:
 
 def _nodes(data: dict[str, Any]) -> int:
     """Return the pods that train together, as the kinds of Kubernetes' jobs count them."""
-    spec = data.get("spec")
-    spec = spec if isinstance(spec, dict) else {}
-    counts = [each.get("replicas", 1) for each in _values(spec.get("pytorchReplicaSpecs"))]
-    counts += [each.get("replicas", 0) for each in _values(spec.get("tasks"))]  # Volcano's
+    spec = data.get("spec", {})
+    counts = [each.get("replicas", 1) for each in spec.get("pytorchReplicaSpecs", {}).values()]
+    counts += [each.get("replicas", 0) for each in spec.get("tasks", ())]  # Volcano's
     is_indexed = spec.get("completionMode") == "Indexed" or data.get("kind") == "StatefulSet"
-    alone = spec.get("parallelism", spec.get("replicas")) if is_indexed else None
-    others = [alone, *(_values(spec.get("trainer"), "numNodes")), *_values(spec.get("leaderWorkerTemplate"), "size")]
-    return int(max([1, sum(filter(_is_count, counts)), *filter(_is_count, others)]))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 < value < 100_000
-
-
-def _values(block: object, key: str | None = None) -> list[Any]:
-    """Return the values of a mapping, or that of a key, or the items of a list."""
-    if isinstance(block, dict):
-        return list(block.values()) if key is None else [block.get(key)]
-    return block if isinstance(block, list) and key is None else []
+    others = [spec.get("parallelism", spec.get("replicas"))] if is_indexed else []
+    others += [spec.get("trainer", {}).get("numNodes"), spec.get("leaderWorkerTemplate", {}).get("size")]
+    return int(max(1, sum(counts), *filter(None, others)))
 
 
 def _commands(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
@@ -82,16 +70,12 @@ def _commands(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
         name, value = values.get("name"), values.get("value")
         if isinstance(value, yaml.ScalarNode) and isinstance(name, yaml.ScalarNode) and name.value.isidentifier():
             yield value.start_mark.line, f"export {name.value}={shlex.quote(value.value)}"
-        items = [item for key in _COMMANDS for item in _items(values.get(key))]
+        lists = [each.value if isinstance(each, yaml.SequenceNode) else [each] for each in map(values.get, _COMMANDS)]
+        items = [item for each in lists for item in each if isinstance(item, yaml.ScalarNode)]
         if items:
             yield _joined(items)
         for value in values.values():
             yield from _commands(value, seen)
-
-
-def _items(node: yaml.Node | None) -> list[yaml.ScalarNode]:
-    each = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return [item for item in each if isinstance(item, yaml.ScalarNode)]
 
 
 def _joined(items: list[yaml.ScalarNode]) -> tuple[int, str]:

@@ -40,6 +40,7 @@ OWNED_BY_TRAINER = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
+STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What `TrainingArguments` has where nothing is said; the number of steps depends on the data.
 DEFAULTS: dict[str, object] = {
@@ -79,7 +80,7 @@ def not_auto(doc: Document) -> Iterator[Match]:
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            level = None if _differs_for_reader(doc, key, value) else NOTE
+            level = None if _differs_for_reader(doc, key, value) or (key == STEPS and as_int(value) == 0) else NOTE
             yield Match(key, message, '`"auto"`', level=level)
 
 
