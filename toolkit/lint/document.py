@@ -48,6 +48,7 @@ from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, T
 
 ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
 VERL, OPENRLHF = "verl", "openrlhf"  # the words behind their modules
+OWN_KINDS = {VERL: r"verl main_ppo$", OPENRLHF: r"openrlhf(?:\.cli\.| )train_"}
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
@@ -223,7 +224,7 @@ def _with_written(part: Document, parts: Sequence[Document]) -> Document:
 def _arguments(document: Document, call: LauncherCall) -> Document | None:
     """Return the words behind a script's name as Trainer arguments; None where nothing says that they are."""
     data = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
-    own_kind = next((kind for kind in (VERL, OPENRLHF) if kind in re.split(r"[ .]", call.script or "")), None)
+    own_kind = next((kind for kind in (VERL, OPENRLHF) if re.match(OWN_KINDS[kind], call.script or "")), None)
     if own_kind is not None:
         data = _values_behind(call)
         places = {name: _place_on(call.arguments.get(name, ("", call.line))[1], name) for name in data}

@@ -20,7 +20,11 @@ from toolkit.presets.method_rules import rejects_save_only_model
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "cp_size": lambda doc: settings.parallel_degree(doc, "cp"),
     "sp_size": lambda doc: settings.parallel_degree(doc, "sp"),
-    "fsdp_version": lambda doc: doc.get("fsdp_version", 1) if doc.kind == AXOLOTL else settings.fsdp_version(doc),
+    "fsdp_version": lambda doc: (
+        doc.get("fsdp_version", settings.fsdp_setting(doc, "version", 1))
+        if doc.kind == AXOLOTL
+        else settings.fsdp_version(doc)
+    ),
     "is_fsdp1": lambda doc: (
         (settings.uses_fsdp(doc) and as_int(settings.fsdp_setting(doc, "version", 2)) == 1)
         or (doc.launch_config is not None and settings.fsdp_version(doc.launch_config) == 1)
@@ -32,6 +36,8 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         doc.program == "llama-factory" or "do_train" in doc.source or doc.has("do_predict")
     ),
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
+    "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
+    "is_alone": lambda doc: settings.is_on_one_gpu(doc),
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
     "is_state_dict_refused": lambda doc: any(

@@ -135,6 +135,12 @@ def is_launched_sharded(doc: Document) -> bool:
     return doc.launch_config is not None and (is_deepspeed(doc.launch_config) or fsdp_version(doc.launch_config) > 0)
 
 
+def is_on_one_gpu(doc: Document) -> bool:
+    """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
+    before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
+    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and "FORCE_TORCHRUN" not in text
+
+
 # -- DeepSpeed's configuration
 
 

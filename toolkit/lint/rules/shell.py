@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from toolkit.errors import nearest
+from toolkit.files.documents import read_text
 from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
-from toolkit.lint.named_files import source_of
-from toolkit.lint.rules.settings import as_enum
+from toolkit.lint.named_files import find_named, source_of
+from toolkit.lint.rules.settings import as_enum, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
@@ -106,7 +107,10 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
 def flag_with_value(doc: Document) -> Iterator[Match]:
     """The option takes no value: the launcher starts the next word as the script."""
     for call in doc.script.launches:
-        if call.tool not in PROGRAMS and call.script and (call.script.lower() in NOT_A_SCRIPT or call.script.isdigit()):
+        is_value = str(call.script).lower() in NOT_A_SCRIPT or str(call.script).isdigit()
+        is_module = {"m", "module", "no-python"} & call.options.keys() or "$" in str(call.script)
+        behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
+        if call.tool not in PROGRAMS and call.script and (is_value or behind):
             message = f"{call.tool} takes {call.script} for the script"
             yield Match(call.tool, message, "the option without a value", line=call.line)
 
@@ -241,6 +245,34 @@ def include_with_count(doc: Document) -> Iterator[Match]:
         if call.tool == "deepspeed" and counts and filters:
             message = f"refused together with --{min(counts).replace('-', '_')}"
             yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="what the message names")
+def refused_hostfile(doc: Document) -> Iterator[Match]:
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host or GPU that it does not list."""
+    for call in doc.script.launches:
+        file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
+        lines = [line.strip() for line in read_text(file).splitlines()] if file else []
+        entries = {line: re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines if line and not line.startswith("#")}
+        for line in [line for line, found in entries.items() if not found]:
+            yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
+        slots = {found[1]: int(found[2]) for found in entries.values() if found}
+        for name in ("include", "exclude") if slots else ():
+            for part in (call.options.get(name) or "").split("@"):
+                host, _, gpus = part.partition(":")
+                if (
+                    host
+                    and "$" not in part
+                    and (host not in slots or any(int(n) >= slots[host] for n in _numbers(gpus)))
+                ):
+                    has = f"{slots[host]} slots, from 0" if host in slots else "no such host"
+                    yield Match(
+                        f"--{name}", f"{shorten(part)}: the hostfile has {has}", "its hosts and slots", line=call.line
+                    )
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"\d{1,9}", text)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")

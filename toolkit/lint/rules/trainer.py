@@ -30,6 +30,7 @@ FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
+VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 # Keys of TRL's DPOConfig that its SFTConfig does not have.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
@@ -90,12 +91,14 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """TRL's GRPO and RLOO raise for these values: a batch holds complete groups of `num_generations` completions, at
     least 2 for GRPO.
     """
-    if not is_grpo(doc):
+    of_swift = doc.program == "ms-swift" and doc.get("rlhf_type") == "grpo" and doc.has("gradient_accumulation_steps")
+    if not is_grpo(doc) and not of_swift:
         return
     group = as_int(doc.get("num_generations", 8))
-    per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in GENERATION_BATCH.items())
+    defaults = GENERATION_BATCH | ({"per_device_train_batch_size": 1} if of_swift else {})
+    per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in defaults.items())
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
-    if group is not None and group < 2:
+    if group is not None and group < 2 and not of_swift:
         yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
     elif group and per_gpu and accumulation and doc.is_complete and batch is None:
         each = per_gpu * (every or accumulation)
@@ -122,6 +125,9 @@ def processes_of(doc: Document) -> int | None:
         per_node, nodes = PROCESSES_AND_NODES[tool]
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
         return math.prod(map(int, filter(None, counts))) if all(counts) else None
+    if doc.start and tool in ("swift", "llamafactory-cli"):
+        found = [re.search(rf"\b{name}=[\"']?(\d+)\b", doc.start.before) for name in VARIABLES]
+        return math.prod(int(each[1]) for each in found if each) if found[0] else None
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     return as_int(options.get("num-processes") or in_yaml)
 
