@@ -69,19 +69,6 @@ def unquoted_no(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="deepspeed_multinode_launcher: standard")
-def pdsh_by_default(doc: Document) -> Iterator[Match]:
-    """On several nodes accelerate starts DeepSpeed through pdsh, with passwordless ssh and a hostfile. Without
-    `deepspeed_hostfile` it passes the file name `None`.
-    """
-    launcher = doc.get("deepspeed_config.deepspeed_multinode_launcher")
-    if is_deepspeed(doc) and (as_int(doc.get("num_machines")) or 1) > 1 and launcher in (None, "pdsh"):
-        hostfile = doc.get("deepspeed_config.deepspeed_hostfile")
-        message = f"{doc.get('num_machines')} nodes are started with pdsh and the hostfile {shorten(hostfile)}"
-        fix = "`deepspeed_multinode_launcher: standard`, and run the command on each node"
-        yield Match("deepspeed_config.deepspeed_multinode_launcher", message, fix)
-
-
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
@@ -117,22 +104,6 @@ def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
         largest = max(degrees, key=lambda name: degrees[name])
         fix = f"degrees whose product is {processes}, or `num_processes: {product}`"
         yield Match(parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
-
-
-@rule(
-    ERROR,
-    ACCELERATE,
-    library="accelerate",
-    fix="the preset fsdp2_tp; in a script, DistributedConfig at from_pretrained and distributed_type: MULTI_GPU",
-)
-def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
-    """Tensor parallelism under FSDP2 fails in accelerate with transformers 5.23. A model that was loaded without a plan
-    is not split: ranks do the same work.
-    """
-    degree = parallel_degree(doc, "tp")
-    if degree > 1 and fsdp_version(doc) == 2:
-        fix = "the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`"
-        yield Match(parallel_size_key("tp"), f"tp {degree} under FSDP2 ends in an ImportError, or splits nothing", fix)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")

@@ -18,6 +18,7 @@ from toolkit.presets.method_rules import rejects_save_only_model
 
 # Values that no key of the file has by itself.
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
+    "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
     "cp_size": lambda doc: settings.parallel_degree(doc, "cp"),
     "sp_size": lambda doc: settings.parallel_degree(doc, "sp"),
     "fsdp_version": lambda doc: (

@@ -189,15 +189,6 @@ def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
                 yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
-def checkpointing_twice(doc: Document) -> Iterator[Match]:
-    """FSDP's activation checkpointing and the Trainer's are refused together when the Trainer is built."""
-    in_fsdp = as_bool(fsdp_setting(doc, "activation_checkpointing"))
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if as_bool(doc.get(name))]
-    if uses_fsdp(doc) and in_fsdp and names:
-        yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
-
-
 @rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
 def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     """bitsandbytes stores 4-bit weights as uint8, and accelerate leaves those out of FSDP2's sharding: every GPU holds
