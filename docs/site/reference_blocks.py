@@ -105,7 +105,7 @@ LINT_SECTIONS = {
     "deepspeed": "DeepSpeed JSON",
     "trainer": "Trainer arguments",
     "axolotl": "axolotl",
-    **dict.fromkeys(("sbatch", "shell", "skypilot"), "Job scripts"),
+    **dict.fromkeys(("sbatch", "shell", "skypilot", "verl", "openrlhf"), "Job scripts"),
 }
 NAMED_BY_FINDING = "what the message names"
 
