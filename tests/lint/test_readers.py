@@ -420,3 +420,16 @@ def test_the_engine_of_accelerates_file_is_that_of_the_settings(tmp_path: Path) 
     )
     found = lint_paths([tmp_path]).findings
     assert [(each.rule, each.line) for each in found if each.level == "error"] == [("save-only-model-best", 5)]
+
+
+@pytest.mark.parametrize(("stage", "ranking", "expected"), [("sft", True, [5]), ("dpo", True, []), ("dpo", False, [5])])
+def test_a_dataset_is_ranked_where_its_stage_compares_answers(
+    stage: str, ranking: bool, expected: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "x", "ranking": ranking}}))
+    (tmp_path / "x.yaml").write_text(
+        f"model_name_or_path: a/b\nstage: {stage}\nfinetuning_type: lora\ncutoff_len: 8\ndataset: rows\n"
+    )
+    found = lint_paths([tmp_path / "x.yaml"]).findings
+    assert [each.line for each in found if each.rule == "refused-by-llama-factory"] == expected

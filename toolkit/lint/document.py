@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -277,10 +278,14 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     named = _named_settings(call)
     by_name = {Path(each.text.partition("\n")[0]).name: each for each in written if each is not None}
     file = find_named(named, document.path) if named.endswith((".yaml", ".yml")) else None
-    settings = _read_file(file) if file else by_name.get(Path(named).name)
+    settings = by_name.get(Path(named).name)
+    with contextlib.suppress(ToolkitError):  # it may be no configuration
+        settings = _read_file(file) if file else settings
     if settings is None or settings.kind not in (TRAINER, AXOLOTL):
         return None
-    data = {**settings.data, **_values_behind(call)}
+    has_pairs = settings.program == "llama-factory"
+    behind = {key: value for key, value in _values_behind(call).items() if has_pairs or key in call.arguments}
+    data = {**settings.data, **behind}
     data.pop("config", None)
     lines = {name: line for name, (_, line) in call.arguments.items()}
     places = {

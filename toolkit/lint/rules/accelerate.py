@@ -199,18 +199,6 @@ def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"fsdp_{name} belongs to FSDP1 and has no effect", "remove it", remove=True)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sync_module_states: true, or no key")
-def loading_without_sync(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` refuses `fsdp_sync_module_states: false` while `fsdp_cpu_ram_efficient_loading` is on, which
-    is its default, also under FSDP2."""
-    efficient_loading = as_bool(fsdp_setting(doc, "cpu_ram_efficient_loading", True))
-    if fsdp_version(doc) and fsdp_setting(doc, "sync_module_states") is False and efficient_loading is not False:
-        key = fsdp_key(doc, "sync_module_states")
-        message = "the launcher refuses it while fsdp_cpu_ram_efficient_loading is on"
-        fix = "`fsdp_sync_module_states: true`, or `fsdp_cpu_ram_efficient_loading: false`"
-        yield Match(key, message, fix, value=fsdp_version(doc) == 1)
-
-
 @rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
 def uneven_processes(doc: Document) -> Iterator[Match]:
     """accelerate starts `num_processes // num_machines` on each node and drops the rest. NCCL refuses more processes on

@@ -38,7 +38,11 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     ),
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
     "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
-    "is_alone": lambda doc: settings.is_on_one_gpu(doc),
+    "is_alone": settings.is_on_one_gpu,
+    "is_ranked": settings.is_ranked,
+    "mini_batch_of_verl": lambda doc: _product(
+        doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
+    ),
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
     "is_state_dict_refused": lambda doc: any(
@@ -107,9 +111,10 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
             as_float(other) if as_float(other) is not None else as_float(_value(doc, other)),
         )
         return actual is not None and limit is not None and (actual > limit if word == "above" else actual < limit)
-    is_filled = bool(value) and value != "none"
+    is_empty = not value or value == "none"
+    is_filled = not is_empty and not settings.is_template(value)
     return {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}.get(
-        word, not is_filled
+        word, is_empty
     )
 
 

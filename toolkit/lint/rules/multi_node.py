@@ -241,6 +241,8 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
+PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
+OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
 FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
@@ -265,17 +267,17 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")
 def only_first_node(doc: Document) -> Iterator[Match]:
-    """SLURM runs the batch script on the first node only; the launchers of the others are never started."""
+    """SLURM runs the batch script on the first node only; nothing starts on the others."""
     script = doc.script
-    if (
-        script.launches
-        and (script.nodes or 1) > 1
-        and not script.mentions(STARTERS)
-        and not all(map(starts_others, script.launches))
-    ):
+    if (script.nodes or 1) < 2 or script.mentions(STARTERS):
+        return
+    alone = next((each for each in script.find(PYTHON) if not script.mentions(OTHER_STARTERS)), None)
+    if script.launches and not all(map(starts_others, script.launches)):
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
+    elif not script.launches and alone is not None:
+        yield Match("python", f"one of {script.nodes} nodes starts {alone[0][1]}", "`srun python ...`", line=alone[1])
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")

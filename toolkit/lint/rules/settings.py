@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 from toolkit.convert.programs import FOREIGN
+from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_configuration
 from toolkit.lint.document import DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
+from toolkit.lint.named_files import find_named
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -133,6 +137,18 @@ def is_grpo(doc: Document) -> bool:
 def is_launched_sharded(doc: Document) -> bool:
     """Return True where accelerate's YAML, that the command names, runs DeepSpeed or FSDP."""
     return doc.launch_config is not None and (is_deepspeed(doc.launch_config) or fsdp_version(doc.launch_config) > 0)
+
+
+def is_ranked(doc: Document) -> bool | None:
+    """Return whether LLaMA-Factory's list of datasets says `ranking` for those of a file; None without the list."""
+    name = Path(str(doc.get("dataset_dir", "data"))) / "dataset_info.json"
+    names = re.split(r"\s*,\s*", str(doc.get("dataset", "")))
+    file = find_named(str(name), doc.path) if doc.program == "llama-factory" else None
+    listed: dict[str, Any] = {}
+    with contextlib.suppress(ToolkitError):
+        listed = read_configuration(file) if file else {}
+    found = {bool(listed[name].get("ranking")) for name in names if isinstance(listed.get(name), dict)}
+    return found.pop() if len(found) == 1 else None
 
 
 def is_on_one_gpu(doc: Document) -> bool:

@@ -258,21 +258,12 @@ def refused_hostfile(doc: Document) -> Iterator[Match]:
             yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
         slots = {found[1]: int(found[2]) for found in entries.values() if found}
         for name in ("include", "exclude") if slots else ():
-            for part in (call.options.get(name) or "").split("@"):
+            for part in filter(None, (call.options.get(name) or "").split("@")):
                 host, _, gpus = part.partition(":")
-                if (
-                    host
-                    and "$" not in part
-                    and (host not in slots or any(int(n) >= slots[host] for n in _numbers(gpus)))
-                ):
-                    has = f"{slots[host]} slots, from 0" if host in slots else "no such host"
-                    yield Match(
-                        f"--{name}", f"{shorten(part)}: the hostfile has {has}", "its hosts and slots", line=call.line
-                    )
-
-
-def _numbers(text: str) -> list[str]:
-    return re.findall(r"\d{1,9}", text)
+                is_listed = host in slots and all(int(n) < slots[host] for n in re.findall(r"\d{1,9}", gpus))
+                if not is_listed and "$" not in part:
+                    message = f"{shorten(part)}: the hostfile has {slots.get(host, 'no')} slots of {shorten(host)}"
+                    yield Match(f"--{name}", message, "its hosts, and slots from 0", line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")
