@@ -96,6 +96,4 @@ def _joined(items: list[yaml.ScalarNode]) -> tuple[int, str]:
 def _word(value: str) -> str:
     """Return a word as a shell would take it; `$(NAME)` is a variable of the container."""
     value = re.sub(r"\$\((\w+)\)", r"${\1}", value.replace("\n", " "))
-    return (
-        f'"{value}"' if re.search(r"\s", value) and '"' not in value else value if "$" in value else shlex.quote(value)
-    )
+    return shlex.quote(value) if "$" not in value else f'"{value}"' if " " in value and '"' not in value else value

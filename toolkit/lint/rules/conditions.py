@@ -52,7 +52,9 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         for each in (doc, doc.launch_config)
     ),
     "is_sharded": lambda doc: (
-        settings.uses_fsdp(doc) or bool(doc.get("deepspeed")) or settings.is_launched_sharded(doc)
+        settings.uses_fsdp(doc)
+        or bool(doc.get("deepspeed"))
+        or as_enum(doc.launch_config.get("distributed_type") if doc.launch_config else None) in ("DEEPSPEED", "FSDP")
     ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,

@@ -134,11 +134,6 @@ def is_grpo(doc: Document) -> bool:
     return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
 
 
-def is_launched_sharded(doc: Document) -> bool:
-    """Return True where accelerate's YAML, that the command names, runs DeepSpeed or FSDP."""
-    return doc.launch_config is not None and (is_deepspeed(doc.launch_config) or fsdp_version(doc.launch_config) > 0)
-
-
 def is_ranked(doc: Document) -> bool | None:
     """Return whether LLaMA-Factory's list of datasets says `ranking` for those of a file; None without the list."""
     name = Path(str(doc.get("dataset_dir", "data"))) / "dataset_info.json"
