@@ -310,6 +310,8 @@ CASES = [
     Case("local-rank-with-dash", "python -m torch.distributed.launch train.py\n",
          "python -m torch.distributed.launch --use_env train.py\n", 1, "run.sh",
          script="parser = argparse.ArgumentParser()\nparser.add_argument('--local_rank')\n"),
+    Case("local-rank-with-dash", "python -m torch.distributed.launch train.py\n", "torchrun train.py\n", 1, "run.sh",
+         script="parser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"),
     Case("local-rank-with-dash", "python -m torch.distributed.launch other.py\n",
          "python -m torch.distributed.launch train.py\n", 1, "run.sh", script="parser.add_argument('--local-rank')\n"),
     Case("file-not-read", "accelerate launch train.py a.yaml\n", "accelerate launch train.py --config a.yaml\n", 1,

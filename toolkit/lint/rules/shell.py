@@ -124,12 +124,10 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
         if call.line not in starts or call.tool != "torchrun" or {"use-env", "use_env"} & call.options.keys():
             continue
         source = source_of(call.script or "", doc.path)
-        takes_it = re.search(r"--local-rank|parse_known_args|HfArgumentParser", source)
-        if not takes_it:
-            message = f"{call.script} gets --local-rank=N" + (
-                ", and has --local_rank" if "--local_rank" in source else ""
-            )
-            level = None if "--local_rank" in source else NOTE
+        if not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
+            has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
+            level = None if "ArgumentParser(" in source else NOTE
+            message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
             yield Match("--local-rank", message, "`torchrun`, and `LOCAL_RANK`", line=call.line, level=level)
 
 
