@@ -106,7 +106,7 @@ LINT_SECTIONS = {
     "deepspeed": "DeepSpeed JSON",
     "trainer": "Trainer arguments",
     "axolotl": "axolotl",
-    **dict.fromkeys(("sbatch", "shell", "skypilot"), "Job scripts"),
+    **dict.fromkeys(("sbatch", "shell", "skypilot", "verl", "openrlhf"), "Job scripts"),
 }
 # Fixes that say nothing without the finding's own, which names the key.
 NAMED_BY_FINDING = re.compile(r"(what|one of|the (nearest|new|present|flag)|a value of|nothing)\b[^:]*$")

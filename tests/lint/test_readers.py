@@ -375,3 +375,61 @@ def test_a_local_rank_that_the_launcher_sets_anew_is_harmless(tmp_path: Path) ->
 
 def test_a_placeholder_is_no_wrong_type(tmp_path: Path) -> None:
     assert not levels(lint(tmp_path, a__yaml=f"{TRL}learning_rate: dummy\n"))
+
+
+# -- a file of settings with the command that names it
+
+GROUPS = "model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 8\nper_device_train_batch_size: 1\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\nstreaming: true\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "expected"),
+    [
+        ("accelerate launch --num_processes 7 grpo.py --config {}", GROUPS, [("refused-by-grpo", "x.yaml", 3)]),
+        ("accelerate launch --num_processes 8 grpo.py --config {}", GROUPS, []),
+        ("accelerate launch --num_processes 8 g.py --config {} --num_generations 3", GROUPS,
+         [("refused-by-grpo", "run.sh", 1)]),
+        ("deepspeed --num_gpus 4 g.py --config {}", GROUPS, [("refused-by-grpo", "x.yaml", 3)]),
+        ("llamafactory-cli train {}", FACTORY, [("refused-by-llama-factory", "x.yaml", 4)]),
+        ("llamafactory-cli train {} max_steps=5", FACTORY, []),
+        ("llamafactory-cli train {} max_steps=5 val_size=0.1", FACTORY, [("refused-by-llama-factory", "run.sh", 1)]),
+        ("llamafactory-cli train {} $MORE", FACTORY, []),
+        ("llamafactory-cli webchat {}", FACTORY + "max_steps: 5\noutput_dir: a\n",
+         [("refused-by-llama-factory", "x.yaml", None)]),
+        ("axolotl train {} --load-in-8bit=true", "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\n",
+         [("refused-by-axolotl", "run.sh", 1)]),
+    ],
+)  # fmt: skip
+def test_a_file_is_linted_with_the_words_and_processes_of_its_command(
+    command: str, settings: str, expected: list[tuple[str, str, int | None]], tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(settings)
+    (tmp_path / "run.sh").write_text(command.format("x.yaml") + "\n")
+    found = lint_paths([tmp_path]).findings
+    assert [(each.rule, Path(each.file).name, each.line) for each in found if each.level == "error"] == expected
+
+
+def test_the_engine_of_accelerates_file_is_that_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
+    (tmp_path / "x.yaml").write_text(
+        f"{GROUPS}save_only_model: true\nload_best_model_at_end: true\neval_strategy: steps\n"
+    )
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file zero.yaml --num_processes 8 g.py --config x.yaml\n"
+    )
+    found = lint_paths([tmp_path]).findings
+    assert [(each.rule, each.line) for each in found if each.level == "error"] == [("save-only-model-best", 5)]
+
+
+@pytest.mark.parametrize(("stage", "ranking", "expected"), [("sft", True, [5]), ("dpo", True, []), ("dpo", False, [5])])
+def test_a_dataset_is_ranked_where_its_stage_compares_answers(
+    stage: str, ranking: bool, expected: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "x", "ranking": ranking}}))
+    (tmp_path / "x.yaml").write_text(
+        f"model_name_or_path: a/b\nstage: {stage}\nfinetuning_type: lora\ncutoff_len: 8\ndataset: rows\n"
+    )
+    found = lint_paths([tmp_path / "x.yaml"]).findings
+    assert [each.line for each in found if each.rule == "refused-by-llama-factory"] == expected

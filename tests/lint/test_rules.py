@@ -42,6 +42,7 @@ class Case:
     line: int | None
     name: str = "mine.yaml"
     deepspeed_json: str | None = None  # text of a ds.json next to it
+    script: str | None = None  # text of a train.py next to it
     fixed: str | None = None  # the bad file after `--fix`, where the fix is mechanical
 
 
@@ -288,6 +289,34 @@ CASES = [
          "accelerate launch --config_file ds.json x.py --bf16 --do_train --save_only_model\n",
          "accelerate launch --config_file ds.json x.py --bf16 --do_train\n", 1, "run.sh",
          deepspeed_json='{"distributed_type": "FSDP", "fsdp_config": {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}}'),
+    Case("inference-below-stage-3", "torchrun train.py --bf16 --do_predict --output_dir a --deepspeed ds.json\n",
+         "torchrun train.py --bf16 --do_predict --do_train --output_dir a --deepspeed ds.json\n", 1, "run.sh",
+         deepspeed_json='{"zero_optimization": {"stage": 2}}'),
+    Case("inference-below-stage-3", "torchrun train.py --bf16 --do_eval --output_dir a --deepspeed ds.json\n",
+         "torchrun other.py --bf16 --do_eval --output_dir a --deepspeed ds.json\n", 1, "run.sh",
+         deepspeed_json='{"zero_optimization": {"stage": 2}}', script="if training_args.do_train: pass"),
+    Case("deepspeed-without-standard", "accelerate launch --config_file ds.json --num_machines 2 x.py\n",
+         "accelerate launch --config_file ds.json --num_machines 2 --deepspeed_multinode_launcher standard x.py\n", 1,
+         "run.sh", deepspeed_json='{"distributed_type": "DEEPSPEED"}'),
+    Case("no-head", "accelerate launch --config_file ds.json x.py\n",
+         "accelerate launch --config_file ds.json --main_process_ip $HEAD x.py\n", 1, "run.sh",
+         deepspeed_json='{"distributed_type": "MULTI_GPU", "num_machines": 2}'),
+    Case("refused-hostfile", "deepspeed --hostfile ds.json --include a:0,2 x.py\n",
+         "deepspeed --hostfile ds.json --include a:0,1@b x.py\n", 1, "run.sh",
+         deepspeed_json="# nodes\na slots=2\nb slots=2\n"),
+    Case("refused-hostfile", "deepspeed --hostfile ds.json x.py\n", "deepspeed x.py\n", 1, "run.sh",
+         deepspeed_json="a slots=2\nb lots=2\n"),
+    Case("local-rank-with-dash", "python -m torch.distributed.launch train.py\n",
+         "python -m torch.distributed.launch --use_env train.py\n", 1, "run.sh",
+         script="parser = argparse.ArgumentParser()\nparser.add_argument('--local_rank')\n"),
+    Case("local-rank-with-dash", "python -m torch.distributed.launch train.py\n", "torchrun train.py\n", 1, "run.sh",
+         script="parser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"),
+    Case("local-rank-with-dash", "python -m torch.distributed.launch other.py\n",
+         "python -m torch.distributed.launch train.py\n", 1, "run.sh", script="parser.add_argument('--local-rank')\n"),
+    Case("file-not-read", "accelerate launch train.py a.yaml\n", "accelerate launch train.py --config a.yaml\n", 1,
+         "run.sh", script="parser = TrlParser(Mine)\n"),
+    Case("file-not-read", "torchrun train.py a.yaml --lr 1\n", "torchrun other.py a.yaml\n", 1, "run.sh",
+         script="args, = HfArgumentParser(Mine).parse_args_into_dataclasses()\n"),
     Case("batch-arithmetic-of-pair", "torchrun --nproc-per-node 1 x.py --bf16 --do_train --deepspeed ds.json\n",
          "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
          deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'
@@ -302,6 +331,8 @@ def written(folder: Path, case: Case, text: str) -> Path:
     (folder / case.name).write_text(text)
     if case.deepspeed_json is not None:
         (folder / "ds.json").write_text(case.deepspeed_json)
+    if case.script is not None:
+        (folder / "train.py").write_text(case.script)
     return folder / case.name
 
 

@@ -41,6 +41,51 @@ def changed(text: str, old: str, new: str) -> str:
 # A batch script in double quotes: the first node expands everything.
 EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
 
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 "
+VERL += "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 "
+OPENRLHF = (
+    "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft \\\n  --train_batch_size 256 --micro_train_batch_size 2\n"
+)
+SWIFT_GRPO = "swift rlhf --rlhf_type grpo --model a --num_generations 8 --gradient_accumulation_steps 2\n"
+RAY = "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray "
+POD = """apiVersion: v1
+kind: Pod
+spec:
+  containers:
+    - name: a
+      command: [bash, -c]
+      args: ["torchrun --nnodes 2 --rdzv-backend c10d MASTER train.py"]
+"""
+INDEXED = """apiVersion: v1
+kind: Service
+---
+apiVersion: batch/v1
+kind: Job
+spec:
+  completionMode: Indexed
+  parallelism: 2
+  template: {spec: {containers: [{name: a,
+    command: [sh, -c, "LAUNCHER train.py"]}]}}
+"""
+PYTORCH_JOB = """apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+spec:
+  pytorchReplicaSpecs:
+    Master:
+      replicas: 1
+      template: &pod
+        spec:
+          containers:
+            - name: pytorch
+              command:
+                - bash
+                - -c
+                - LAUNCHER train.py --epochs 1
+    Worker:
+      replicas: 3
+      template: *pod
+"""
+
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
@@ -147,4 +192,52 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "run.sh"),
     ("not-exported", "NPROC_PER_NODE=8 \\\nMASTER_PORT=5 \\\n\nswift sft --model a\n",
      "NPROC_PER_NODE=8 \\\nMASTER_PORT=5 \\\nswift sft --model a\n", 1, "run.sh"),
+    ("no-head", "accelerate launch --num_machines 2 --num_processes 4 --machine_rank 1 x.py\n",
+     "accelerate launch --num_machines 2 --num_processes 4 --machine_rank 1 --main_process_ip $HEAD x.py\n", 1,
+     "run.sh"),
+    ("standalone-on-several", "torchrun --standalone --nnodes 2 --node-rank 0 x.py\n",
+     "torchrun --standalone --nnodes 1 x.py\n", 1, "run.sh"),
+    ("variable-behind-command", "swift sft \\\n  NPROC_PER_NODE=2 --model a\n",
+     "NPROC_PER_NODE=2 swift sft --model a=b\n", 1, "run.sh"),
+    ("variable-behind-command", "torchrun NCCL_DEBUG=INFO x.py\n", "NCCL_DEBUG=INFO torchrun x.py lr=1\n", 1, "run.sh"),
+    ("flag-with-value", "deepspeed --hostfile= /hosts x.py --a\n", "torchrun --no-python /bin/x x.py\n", 1, "run.sh"),
+    ("refused-by-grpo", f"NPROC_PER_NODE=3 {SWIFT_GRPO}", f"NPROC_PER_NODE=4 {SWIFT_GRPO}", 1, "run.sh"),
+    ("refused-by-swift", "swift rlhf --rlhf_type grpo --model a --num_generations 1\n",
+     "swift rlhf --rlhf_type grpo --model a --num_generations 2\n", 1, "run.sh"),
+    ("refused-by-swift", "swift rlhf --rlhf_type dpo --model a --tuner_type lora --ref_model b\n",
+     "swift rlhf --rlhf_type dpo --model a --tuner_type full --ref_model b\n", 1, "run.sh"),
+    ("refused-by-llama-factory", "CUDA_VISIBLE_DEVICES=0 llamafactory-cli train --stage sft --deepspeed z.json\n",
+     "CUDA_VISIBLE_DEVICES=0 FORCE_TORCHRUN=1 llamafactory-cli train --stage sft --deepspeed z.json\n", 1, "run.sh"),
+    ("refused-by-verl", f"{VERL}data.train_batch_size=256 trainer.n_gpus_per_node=1\n",
+     f"{VERL}trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1\n", None, "run.sh"),
+    ("address-of-hostfile",
+     "distributed_type: DEEPSPEED\nnum_machines: 2\nmain_process_ip: a\ndeepspeed_config: {deepspeed_hostfile: h}\n",
+     "distributed_type: DEEPSPEED\nnum_machines: 2\ndeepspeed_config: {deepspeed_hostfile: h}\n", 3, "mine.yaml"),
+    ("only-first-node", "#SBATCH --nodes=2\npython train.py\n", "#SBATCH --nodes=2\nsrun python train.py\n", 2, JOB),
+    ("refused-by-verl", f"{VERL}actor_rollout_ref.actor.ppo_mini_batch_size=4\n",
+     f"{VERL}actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.rollout.n=2\n", 1, "run.sh"),
+    ("launcher-behind-script", "torchrun y.py\npython x.py -m torch.distributed.launch --nproc_per_node 2\n",
+     "python -m torch.distributed.launch --nproc_per_node 2 x.py -m a\n", 2, "run.sh"),
+    ("unknown-launcher-option", "torchrun --data_path a x.py\n", "torchrun --nproc_per_node 2 x.py --data_path a\n", 1,
+     "run.sh"),
+    ("unknown-launcher-option", "accelerate launch --num_gpu 2 x.py\n", "accelerate launch --num_proc 2 x.py\n", 1,
+     "run.sh"),
+    ("refused-by-verl", f"{VERL}data.train_batch_size=16\n", f"{VERL}data.train_batch_size=$((2 * N))\n", 1, "run.sh"),
+    ("refused-by-verl", f"{VERL}data.train_batch_size=300\n",
+     f"{VERL}data.train_batch_size=300 actor_rollout_ref.actor.use_dynamic_bsz=True\n", 1, "run.sh"),
+    ("refused-by-verl", f"{VERL}actor_rollout_ref.actor.ppo_micro_batch_size=8\n",
+     f"{VERL}critic.ppo_micro_batch_size_per_gpu=8\n", 1, "run.sh"),
+    ("refused-by-openrlhf", OPENRLHF.replace("4 --", "7 --"), OPENRLHF, 2, "run.sh"),
+    ("refused-by-openrlhf", f"{RAY}--advantage_estimator rloo\n",
+     f"{RAY}--advantage_estimator rloo --n_samples_per_prompt 4\n", 1, "run.sh"),
+    # commands in files of Kubernetes, Compose and workflows
+    ("no-rendezvous", POD.replace("MASTER", ""), POD.replace("MASTER", "--rdzv-endpoint=$(HEAD):29500"), 7, "pod.yaml"),
+    ("each-node-alone", INDEXED.replace("LAUNCHER", "torchrun"), INDEXED.replace("LAUNCHER", "torchrun --nnodes 2"), 10,
+     "job.yaml"),
+    ("each-node-alone", PYTORCH_JOB.replace("LAUNCHER", "accelerate launch"),
+     PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 14, "job.yaml"),
+    ("flag-with-value", "services:\n  a:\n    command: accelerate launch --multi_gpu true train.py\n",
+     "services:\n  a:\n    command: accelerate launch --multi_gpu train.py\n", 3, "compose.yaml"),
+    ("lost-line", "on: push\njobs:\n  a:\n    steps:\n      - run: |\n          torchrun x.py\n          --bf16\n",
+     "on: push\njobs:\n  a:\n    steps:\n      - run: |\n          torchrun x.py\n      - run: ls\n", 7, "ci.yml"),
 ]  # fmt: skip

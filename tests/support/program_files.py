@@ -5,8 +5,10 @@ from __future__ import annotations
 TRL_SFT = "model_name_or_path: a/b\ndataset_name: a/rows\noutput_dir: out\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\n"
+FULL = FACTORY.replace("lora", "full")
 SWIFT = "model: a/b\ndataset: a/rows\ntuner_type: lora\nmax_length: 512\n"
 FSDP = "fsdp_version: 2\nfsdp_config:\n  fsdp_offload_params: true\n"
+FSDP1 = FSDP.replace("2", "1")
 
 # rule, bad file, good file, line of the finding, the bad file after `--fix`
 PROGRAM_CASES = [
@@ -41,12 +43,27 @@ PROGRAM_CASES = [
      f"{FACTORY}streaming: true\nmax_steps: 5\nval_size: 100\n", 7, None),
     ("refused-by-llama-factory", f"{FACTORY}eval_strategy: steps\n",
      f"{FACTORY}eval_strategy: steps\neval_dataset: rows\n", 5, None),
-    ("refused-by-llama-factory", f"{FACTORY}deepspeed: z.json\nuse_galore: true\n", f"{FACTORY}use_galore: true\n", 6,
-     None),
+    ("refused-by-llama-factory", f"{FULL}deepspeed: z.json\nuse_galore: true\n", f"{FULL}use_galore: true\n", 6, None),
     ("refused-by-axolotl", f"{AXOLOTL}early_stopping_patience: 3\neval_steps: 5\n",
      f"{AXOLOTL}early_stopping_patience: 3\neval_steps: 5\nsave_steps: 5\n", 4, None),
     ("refused-by-swift", f"{SWIFT}packing: true\nattn_impl: sdpa\n",
      f"{SWIFT}packing: true\nattn_impl: flash_attn\n", 5, None),
     ("refused-by-swift", f"{SWIFT}streaming: true\n", f"{SWIFT}streaming: true\nmax_steps: 5\n", 5, None),
+    ("refused-by-axolotl", f"{AXOLOTL}optimizer: adamw_8bit\n{FSDP}", f"{AXOLOTL}optimizer: adamw_8bit\n", 4, None),
+    ("eight-bits-under-fsdp1", f"{AXOLOTL}adapter: lora\nload_in_8bit: true\n{FSDP1}",
+     f"{AXOLOTL}adapter: lora\nload_in_8bit: true\n{FSDP}", 5, None),
+    ("eight-bits-under-fsdp1", "load_in_8bit: true\nbf16: true\nfsdp: true\nfsdp_config: {version: 1}\n",
+     "load_in_8bit: true\nbf16: true\nfsdp: true\nfsdp_config: {version: 2}\n", 1, None),
+    ("refused-by-axolotl", f"{AXOLOTL}rl: grpo\ngradient_accumulation_steps: 2\ntrl:\n  num_generations: 4\n",
+     f"{AXOLOTL}rl: grpo\ngradient_accumulation_steps: 8\ntrl:\n  num_generations: 4\n", 7, None),
+    ("refused-by-axolotl", f"{AXOLOTL}datasets: [a]\n", f"{AXOLOTL}datasets: [a]\ngradient_accumulation_steps: 1\n", 2,
+     None),
+    ("refused-by-llama-factory", f"{FACTORY}do_train: true\n", f"{FACTORY}do_train: true\ndataset: a\n", 5, None),
+    ("refused-by-llama-factory", f"{FACTORY}use_galore: true\n",
+     f"{FULL}use_galore: true\n", 5, None),
+    ("unread-by-llama-factory", f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\n",
+     f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\nreward_model_type: full\n", 6, None),
+    ("unread-by-axolotl", f"{AXOLOTL}adapter: lora\nload_in_4bit: true\n",
+     f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\n", 5, None),
     ("axolotl-fsdp-with-deepspeed", f"{AXOLOTL}deepspeed: zero3.json\n{FSDP}", f"{AXOLOTL}{FSDP}", 4, None),
 ]  # fmt: skip

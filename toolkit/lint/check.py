@@ -57,7 +57,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
     Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration; with
     `skips_others` named files are looked at like those of a folder, where other programs' files lie too.
     """
-    documents: dict[tuple[Path, str | None, int], Document] = {}
+    documents: dict[tuple[Path, str | None, str, int], Document] = {}
     unreadable: list[ToolkitError] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
@@ -79,9 +79,13 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
                     " `torchrun`",
                 )
             for each in document.linted if document.kind is not None else ():
-                key = Path(each.path).resolve(), each.kind, each.call.line if each.call else 0
+                starts = each.command.path if each.command else ""
+                key = Path(each.path).resolve(), each.kind, starts, each.start.line if each.start else 0
                 if key not in documents or each.named_by is not None:  # which says who reads it
                     documents[key] = each
+    started = {key[:2] for key, each in documents.items() if each.command is not None}
+    for key in [key for key, each in documents.items() if key[:2] in started and each.start is None]:
+        del documents[key]  # what a command reads it with says more
     if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
@@ -96,7 +100,7 @@ def _not_checked(document: Document) -> Iterator[str]:
     if document.call is None and document.program == OPEN_INSTRUCT:
         others = counted(len(document.data.keys() - trainer_argument_names()), "argument")
         yield f"{document.path}: {others} of a script with dataclasses of its own not checked"
-    checked = {part.call.line for part in document.parts if part.call and part.kind}
+    checked = {part.start.line for part in document.parts if part.start and part.kind}
     for call in document.script.launches:
         if call.arguments and call.line not in checked:
             count = counted(len(call.arguments), "argument")
@@ -143,7 +147,9 @@ def lint_document(document: Document) -> list[Finding]:
 
 
 def _place(document: Document, key: str) -> Document:
-    """Return the document that a key stands in: that of `fsdp_config` may be a file of its own."""
+    """Return the document that a key stands in: `fsdp_config` may be a file of its own, a command may have words."""
+    if document.command is not None and key.partition(".")[0] in document.command.positions:
+        return document.command
     section = document.fsdp_json
     return section if section is not None and key.startswith("fsdp_config.") and key in section.positions else document
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -32,7 +33,8 @@ from toolkit.files.documents import (
     parse_json,
 )
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
+from toolkit.lint.job_files import script_of
+from toolkit.lint.job_script import EMPTY_SCRIPT, PAIR, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
 from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
@@ -46,6 +48,8 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
 ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
+VERL, OPENRLHF = "verl", "openrlhf"  # the words behind their modules
+OWN_KINDS = {VERL: r"verl main_ppo$", OPENRLHF: r"openrlhf(?:\.cli\.| )train_"}
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
@@ -96,12 +100,15 @@ class Document:
     script: JobScript = EMPTY_SCRIPT  # the shell script that this file is or has
     parts: tuple[Document, ...] = ()  # the arguments of each launch in a script, and the files that it writes
     call: LauncherCall | None = None  # the launch that these are the arguments of
+    command: Document | None = None  # the launch that names this file, with its own words in place of the file's
     program: str | None = None  # who reads these Trainer arguments; None where the file does not say
     named_by: Document | None = None  # the file or the launch that names this DeepSpeed JSON or accelerate YAML
     source: str = ""  # of the script that a launch starts, and of the Python files beside it, where they are here
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
+        if key in self.data:
+            return self.data[key]
         value: Any = self.data
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -124,10 +131,15 @@ class Document:
         return position.line if position else None
 
     @property
+    def start(self) -> LauncherCall | None:
+        """The launch that these are the arguments of, or that names the file."""
+        return self.call or (self.command.call if self.command else None)
+
+    @property
     def is_complete(self) -> bool:
         """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
-        first = self.call.words[0] if self.call and self.call.words else ""
-        is_all = self.call is None or (self.call.is_complete and not first.endswith(SUFFIXES))
+        names_file = self.call is not None and _named_settings(self.call).endswith(SUFFIXES)
+        is_all = self.start is None or (self.start.is_complete and not names_file)
         return is_all and OWN_DEFAULT.search(self.source) is None
 
     def is_declared(self, name: str) -> bool:
@@ -186,7 +198,8 @@ def with_named_files(document: Document) -> Document:
     if document.script.launches:
         written = [_written_file(document, *file) for file in document.script.files]
         called = (_arguments(document, call) for call in document.script.launches)
-        parts = [each for each in (*written, *called) if each is not None]
+        files = (_named_file(document, call, written) for call in document.script.launches)
+        parts = [each for each in (*written, *called, *files) if each is not None]
         return replace(document, parts=tuple(_with_written(with_named_files(part), parts) for part in parts))
     fsdp = document.get("fsdp_config")
     if document.kind == TRAINER and isinstance(fsdp, str) and (file := find_named(fsdp, document.path)):
@@ -228,6 +241,11 @@ def _with_written(part: Document, parts: Sequence[Document]) -> Document:
 def _arguments(document: Document, call: LauncherCall) -> Document | None:
     """Return the words behind a script's name as Trainer arguments; None where nothing says that they are."""
     data = {name: True if value is None else value for name, (value, _) in call.arguments.items()}
+    own_kind = next((kind for kind in (VERL, OPENRLHF) if re.match(OWN_KINDS[kind], call.script or "")), None)
+    if own_kind is not None:
+        data = _values_behind(call)
+        places = {name: _place_on(call.arguments.get(name, ("", call.line))[1], name) for name in data}
+        return Document(path=document.path, text=document.text, kind=own_kind, data=data, positions=places, call=call)
     # HfArgumentParser has `--no_NAME` for each switch that is on by default.
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
@@ -242,12 +260,7 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     launch_config = accelerate_file(document, call)
     if not data or not (is_trainer or launch_config):
         return None
-    places = {
-        (key := renamed.get(name, name)): KeyPosition(
-            key=key, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False
-        )
-        for name, (_, line) in call.arguments.items()
-    }
+    places = {(key := renamed.get(name, name)): _place_on(line, key) for name, (_, line) in call.arguments.items()}
     part = Document(
         path=document.path,
         text=document.text,
@@ -258,11 +271,59 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
         program=program,
         source=source,
     )
-    if launch_config is None or launch_config.kind != ACCELERATE:
+    return _with_launcher(part, launch_config)
+
+
+def _with_launcher(part: Document, launch_config: Document | None) -> Document:
+    """Return the settings of a launch with the configuration of accelerate that its command names."""
+    call = part.start
+    if launch_config is None or launch_config.kind != ACCELERATE or call is None:
         return part
     engine = next((ENGINE_FLAGS[name] for name in ENGINE_FLAGS if name in call.options), None)
     chosen = {"distributed_type": engine} if engine else {}  # the flag wins over the file
     return replace(part, launch_config=replace(launch_config, named_by=part, data={**launch_config.data, **chosen}))
+
+
+def _named_settings(call: LauncherCall) -> str:
+    """Return the file with a script's settings that a command names: its first word, or behind `--config`."""
+    first = call.words[0] if call.words else ""
+    return str(call.arguments.get("config", (first, 0))[0])
+
+
+def _named_file(document: Document, call: LauncherCall, written: Sequence[Document | None]) -> Document | None:
+    """Return the YAML that a command names, with the words behind it in place of the file's; None without one."""
+    named = _named_settings(call)
+    by_name = {Path(each.text.partition("\n")[0]).name: each for each in written if each is not None}
+    file = find_named(named, document.path) if named.endswith((".yaml", ".yml")) else None
+    settings = by_name.get(Path(named).name)
+    with contextlib.suppress(ToolkitError):  # it may be no configuration
+        settings = _read_file(file) if file else settings
+    if settings is None or settings.kind not in (TRAINER, AXOLOTL):
+        return None
+    has_pairs = settings.program == "llama-factory"
+    behind = {key: value for key, value in _values_behind(call).items() if has_pairs or key in call.arguments}
+    data = {**settings.data, **behind}
+    data.pop("config", None)
+    lines = {name: line for name, (_, line) in call.arguments.items()}
+    places = {
+        name: _place_on(lines.get(name, call.line), name) for name in data if data[name] is not settings.get(name)
+    }
+    command = Document(path=document.path, text=document.text, kind=None, call=call, positions=places)
+    positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
+    program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
+    part = replace(settings, data=data, positions=positions, command=command, program=program)
+    return _with_launcher(part, accelerate_file(document, call))
+
+
+def _values_behind(call: LauncherCall) -> dict[str, Any]:
+    """Return the arguments of a command: `--name value`, and `name=value` as OmegaConf and Hydra read it."""
+    pairs = (word.lstrip("+").split("=", 1) for word in call.words if PAIR.match(word))
+    return {name: True if value is None else value for name, (value, _) in call.arguments.items()} | dict(pairs)
+
+
+def _place_on(line: int, key: str) -> KeyPosition:
+    """Return the place of an argument of a command, of which the line alone is known."""
+    return KeyPosition(key=key, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False)
 
 
 def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
@@ -292,6 +353,8 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
         kind = SBATCH if script.directives else SHELL if script.launches else None
         return Document(path=path, text=text, kind=kind, script=script)
     is_json = is_json or path.endswith(".json")
+    if not is_json and (commands := script_of(text)) is not None:
+        return Document(path=path, text=text, kind=SHELL if commands.launches else None, script=commands)
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")
@@ -462,6 +525,7 @@ TRAINER_EVIDENCE = {
     *("do_train", "do_eval", "do_predict"),
     *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
     *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
+    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last", "adam_beta2"),
 }
 
 

@@ -19,6 +19,8 @@ CHECKED_VERSIONS = {
     "pyyaml": "6.0.3",
     "torch": "2.13.0",
     **{schema.distribution: schema.version for schema in program_schemas().values()},
+    "verl": "0.8.0",
+    "openrlhf": "0.11.0",
     "slurm": "22.05",
     "bash": "5.2",
 }

@@ -34,10 +34,12 @@ _LAUNCHERS = {
     "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\$|\S+\.py))"),
     "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
     "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
-    "llamafactory-cli": re.compile(r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+train\b)"),
+    "llamafactory-cli": re.compile(r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+(?:train|chat|webchat|api)\b)"),
     "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
+    "verl": re.compile(r"-m[ \t]+verl\.trainer\.(?=main_ppo\b)"),
+    "openrlhf": re.compile(r"-m[ \t]+openrlhf\.cli\.(?=train_\w)"),
 }
-PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift")  # launchers that train themselves
+PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift", "verl", "openrlhf")  # launchers that train themselves
 _NOT_STARTED = re.compile(
     r"^\s*(?:echo|printf|pip3?|conda|which|type|pkill|pgrep|killall|grep)\b|\bcommand\s+-v\s+\S*$"
 )
@@ -67,6 +69,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
 )
+PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
 _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 
 
@@ -232,7 +235,7 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
             arguments[argument] = value if equals else None, line_at(at)
             continue
         has_value = argument is not None and arguments[argument][0] is not None
-        if is_open and (argument is None or has_value or _MANY_WORDS.search(word)):
+        if is_open and not PAIR.match(word) and (argument is None or has_value or _MANY_WORDS.search(word)):
             complete = False
         elif argument is not None:
             old, line = arguments[argument]

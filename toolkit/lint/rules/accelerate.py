@@ -69,19 +69,6 @@ def unquoted_no(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="deepspeed_multinode_launcher: standard")
-def pdsh_by_default(doc: Document) -> Iterator[Match]:
-    """On several nodes accelerate starts DeepSpeed through pdsh, with passwordless ssh and a hostfile. Without
-    `deepspeed_hostfile` it passes the file name `None`.
-    """
-    launcher = doc.get("deepspeed_config.deepspeed_multinode_launcher")
-    if is_deepspeed(doc) and (as_int(doc.get("num_machines")) or 1) > 1 and launcher in (None, "pdsh"):
-        hostfile = doc.get("deepspeed_config.deepspeed_hostfile")
-        message = f"{doc.get('num_machines')} nodes are started with pdsh and the hostfile {shorten(hostfile)}"
-        fix = "`deepspeed_multinode_launcher: standard`, and run the command on each node"
-        yield Match("deepspeed_config.deepspeed_multinode_launcher", message, fix)
-
-
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
@@ -117,22 +104,6 @@ def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
         largest = max(degrees, key=lambda name: degrees[name])
         fix = f"degrees whose product is {processes}, or `num_processes: {product}`"
         yield Match(parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
-
-
-@rule(
-    ERROR,
-    ACCELERATE,
-    library="accelerate",
-    fix="the preset fsdp2_tp; in a script, DistributedConfig at from_pretrained and distributed_type: MULTI_GPU",
-)
-def tp_with_fsdp2(doc: Document) -> Iterator[Match]:
-    """Tensor parallelism under FSDP2 fails in accelerate with transformers 5.23. A model that was loaded without a plan
-    is not split: ranks do the same work.
-    """
-    degree = parallel_degree(doc, "tp")
-    if degree > 1 and fsdp_version(doc) == 2:
-        fix = "the preset `fsdp2_tp`, or `DistributedConfig` at `from_pretrained` under `MULTI_GPU`"
-        yield Match(parallel_size_key("tp"), f"tp {degree} under FSDP2 ends in an ImportError, or splits nothing", fix)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
@@ -226,18 +197,6 @@ def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
         if fsdp_setting(doc, name) is not None:
             key = fsdp_key(doc, name)
             yield Match(key, f"fsdp_{name} belongs to FSDP1 and has no effect", "remove it", remove=True)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sync_module_states: true, or no key")
-def loading_without_sync(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` refuses `fsdp_sync_module_states: false` while `fsdp_cpu_ram_efficient_loading` is on, which
-    is its default, also under FSDP2."""
-    efficient_loading = as_bool(fsdp_setting(doc, "cpu_ram_efficient_loading", True))
-    if fsdp_version(doc) and fsdp_setting(doc, "sync_module_states") is False and efficient_loading is not False:
-        key = fsdp_key(doc, "sync_module_states")
-        message = "the launcher refuses it while fsdp_cpu_ram_efficient_loading is on"
-        fix = "`fsdp_sync_module_states: true`, or `fsdp_cpu_ram_efficient_loading: false`"
-        yield Match(key, message, fix, value=fsdp_version(doc) == 1)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from toolkit.lint.document import DEEPSPEED, Document
+from toolkit.lint.document import AXOLOTL, DEEPSPEED, TRAINER_EVIDENCE, Document
 from toolkit.lint.findings import NOTE, LintRule, Match, rule
 from toolkit.lint.rules import settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
+from toolkit.lint.rules.trainer import processes_of
 from toolkit.presets.method_rules import rejects_save_only_model
 
 # Values that no key of the file has by itself.
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
+    "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
     "cp_size": lambda doc: settings.parallel_degree(doc, "cp"),
     "sp_size": lambda doc: settings.parallel_degree(doc, "sp"),
-    "fsdp_version": settings.fsdp_version,
+    "fsdp_version": lambda doc: (
+        doc.get("fsdp_version", settings.fsdp_setting(doc, "version", 1))
+        if doc.kind == AXOLOTL
+        else settings.fsdp_version(doc)
+    ),
+    "is_fsdp1": lambda doc: (
+        (settings.uses_fsdp(doc) and as_int(settings.fsdp_setting(doc, "version", 2)) == 1)
+        or (doc.launch_config is not None and settings.fsdp_version(doc.launch_config) == 1)
+    ),
+    "processes": processes_of,
+    "command": lambda doc: doc.start.script if doc.start else None,
+    "is_for_training": lambda doc: bool(doc.data.keys() & TRAINER_EVIDENCE),
+    "may_skip_training": lambda doc: (
+        doc.program == "llama-factory" or "do_train" in doc.source or doc.has("do_predict")
+    ),
+    "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
+    "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
+    "is_alone": settings.is_on_one_gpu,
+    "is_ranked": settings.is_ranked,
+    "mini_batch_of_verl": lambda doc: _product(
+        doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
+    ),
+    "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
     "is_state_dict_refused": lambda doc: any(
         each
@@ -26,7 +51,11 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         and rejects_save_only_model(as_enum(settings.fsdp_setting(each, "state_dict_type")))
         for each in (doc, doc.launch_config)
     ),
-    "is_sharded": lambda doc: settings.uses_fsdp(doc) or bool(doc.get("deepspeed")),
+    "is_sharded": lambda doc: (
+        settings.uses_fsdp(doc)
+        or bool(doc.get("deepspeed"))
+        or as_enum(doc.launch_config.get("distributed_type") if doc.launch_config else None) in ("DEEPSPEED", "FSDP")
+    ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
@@ -48,6 +77,18 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
 }
 
 
+def _product(doc: Document, *names: str) -> int | None:
+    """Return the product of the values of some keys; None where one of them is not a whole number."""
+    values = [as_int(_value(doc, name)) for name in names]
+    return None if None in values else math.prod(value for value in values if value is not None)
+
+
+def _value(doc: Document, name: str) -> Any:
+    """Return a value of the table by its name: `NAME|WORD` has a default."""
+    key, _, default = name.partition("|")
+    return DERIVED[key](doc) if key in DERIVED else doc.get(_key(doc, key), default or None)
+
+
 def _key(doc: Document, name: str) -> str:
     """Return the dotted key that a name of the table stands for in a document."""
     block, _, rest = name.partition(".")
@@ -56,20 +97,26 @@ def _key(doc: Document, name: str) -> str:
 
 
 def _holds(doc: Document, name: str, wanted: Any) -> bool:
-    key, _, default = name.partition("|")
-    value = DERIVED[key](doc) if key in DERIVED else doc.get(_key(doc, key), default or None)
+    value = _value(doc, name)
     if isinstance(wanted, bool):
         return as_bool(value) is wanted
     if isinstance(wanted, list):
         whole = as_int(value)
         return as_enum(value if whole is None else whole) in map(str, wanted)
-    word, _, number = str(wanted).partition(" ")
-    if number:
-        actual = as_float(value)
-        return actual is not None and (actual > float(number) if word == "above" else actual < float(number))
-    is_filled = bool(value) and value != "none"
+    word, _, other = str(wanted).partition(" ")
+    if word == "rest":
+        whole, divisor = as_int(value), _product(doc, *other.split())
+        return bool(whole and divisor and whole % divisor)
+    if other:
+        actual, limit = (
+            as_float(value),
+            as_float(other) if as_float(other) is not None else as_float(_value(doc, other)),
+        )
+        return actual is not None and limit is not None and (actual > limit if word == "above" else actual < limit)
+    is_empty = not value or value == "none"
+    is_filled = not is_empty and not settings.is_template(value)
     return {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}.get(
-        word, not is_filled
+        word, is_empty
     )
 
 

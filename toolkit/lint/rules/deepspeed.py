@@ -41,6 +41,7 @@ OWNED_BY_TRAINER = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
+STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What `TrainingArguments` has where nothing is said; the number of steps depends on the data.
 DEFAULTS: dict[str, object] = {
@@ -80,7 +81,7 @@ def not_auto(doc: Document) -> Iterator[Match]:
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
             message = f"{shorten(value)} must equal {field}, or the Trainer raises"
-            level = None if _differs_for_reader(doc, key, value) else NOTE
+            level = None if _differs_for_reader(doc, key, value) or (key == STEPS and as_int(value) == 0) else NOTE
             yield Match(key, message, '`"auto"`', level=level)
 
 
@@ -136,20 +137,6 @@ def batch_arithmetic(doc: Document) -> Iterator[Match]:
 
 
 # -- offload
-
-
-@rule(ERROR, DEEPSPEED, ACCELERATE, library="deepspeed", fix="stage 3, or no offload_param")
-def offload_param_below_stage_3(doc: Document) -> Iterator[Match]:
-    """Below stage 3 DeepSpeed accepts `offload_param` silently, and the parameters stay on the GPU."""
-    if doc.kind == DEEPSPEED:
-        key, device, stage = "zero_optimization.offload_param", offload_device(doc, "param"), zero_stage(doc)
-    else:
-        if not is_deepspeed(doc) or doc.has("deepspeed_config.deepspeed_config_file"):
-            return
-        key = "deepspeed_config.offload_param_device"
-        device, stage = str(doc.get(key, "none")), as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0
-    if device in ("cpu", "nvme") and stage < 3:
-        yield Match(key, f"stage {stage} does not offload parameters", "`stage` 3, or remove it", remove=True)
 
 
 @rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
@@ -268,16 +255,6 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
-
-
-@rule(ERROR, TRAINER, library="transformers", fix="auto_find_batch_size: false, or stage 2")
-def auto_batch_at_stage_3(doc: Document) -> Iterator[Match]:
-    """The Trainer refuses `auto_find_batch_size` under ZeRO-3."""
-    json = doc.deepspeed_json
-    if json is None or not as_bool(doc.get("auto_find_batch_size")):
-        return
-    if zero_stage(json) == 3:
-        yield Match("auto_find_batch_size", "refused under ZeRO-3", "`auto_find_batch_size: false`", remove=True)
 
 
 @rule(WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import JobScript, LauncherCall
-from toolkit.lint.rules.settings import as_enum, as_int, shorten
+from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 LOCAL = r"localhost|127\.0\.0\.1"
@@ -102,9 +102,12 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
     nodes = doc.script.nodes or 1
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
-        if call.is_complete and not named and not doc.script.mentions(r"\bPET_NNODES="):
+        is_set = doc.script.mentions(r"\bPET_NNODES=")  # which accelerate hands over to torchrun's parser too
+        if call.is_complete and not named and not (is_set and call.tool == "torchrun"):
             option = NODE_COUNT[call.tool].replace("num-machines", "num_machines")
-            yield Match(call.tool, f"{nodes} nodes start a training each", f"`--{option} {nodes}`", line=call.line)
+            message = f"{nodes} nodes start a training each" + (", where PET_NNODES is not set" if is_set else "")
+            level = NOTE if is_set else None
+            yield Match(call.tool, message, f"`--{option} {nodes}`", line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")
@@ -147,6 +150,31 @@ def rank_of_file(doc: Document) -> Iterator[Match]:
             yield Match("--machine_rank", message, "`--machine_rank`, expanded on each node", line=call.line)
 
 
+@rule(ERROR, *SCRIPTS, library="accelerate", fix="--main_process_ip and --main_process_port, or num_machines: 1")
+def no_head(doc: Document) -> Iterator[Match]:
+    """On several nodes `accelerate launch` meets at `main_process_ip`; without one that is a node named `None`."""
+    for call in calls(doc, "accelerate"):
+        file = accelerate_file(doc, call)
+        machines = as_int(call.options.get("num-machines") or (file.get("num_machines") if file else 1)) or 1
+        named = {"main-process-ip", "mpirun-hostfile", "deepspeed-hostfile", "rdzv-conf"} & call.options.keys()
+        own = file is not None and (file.get("main_process_ip") or file.has("mpirun_config") or is_deepspeed(file))
+        if machines > 1 and call.is_complete and not (named or own or call.options.get("rdzv-backend")):
+            message = f"{machines} nodes, and no address of the first: each waits for a node named None"
+            yield Match("--main_process_ip", message, "the first node's address; on one node 1 machine", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend and --rdzv-endpoint, without --standalone")
+def standalone_on_several(doc: Document) -> Iterator[Match]:
+    """`--standalone` sets the rendezvous to c10d at the node's own localhost, whatever address is named."""
+    for call in several(doc, "torchrun"):
+        if "standalone" in call.options:
+            level = WARNING if "$" in str(call.options["nnodes"]) else None
+            fix = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT` instead"
+            yield Match(
+                "--standalone", "each node waits for the others at its own localhost", fix, line=call.line, level=level
+            )
+
+
 @rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
 def node_rank_unset(doc: Document) -> Iterator[Match]:
     """LLaMA-Factory and ms-swift pass `NODE_RANK` on to torchrun, and do not look at `RANK` (an error)."""
@@ -164,6 +192,12 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     """
     for call in several(doc, "accelerate"):
         deepspeed = call.options.keys() & {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
+        file = accelerate_file(doc, call)
+        if file is not None and is_deepspeed(file) and not call.options.keys() & {"use-fsdp", "multi-gpu"}:
+            how = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
+            deepspeed |= (
+                {"of the file"} if how == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile") else set()
+            )
         if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
             level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
@@ -209,6 +243,8 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
+PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
+OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
 FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
@@ -233,17 +269,17 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")
 def only_first_node(doc: Document) -> Iterator[Match]:
-    """SLURM runs the batch script on the first node only; the launchers of the others are never started."""
+    """SLURM runs the batch script on the first node only; nothing starts on the others."""
     script = doc.script
-    if (
-        script.launches
-        and (script.nodes or 1) > 1
-        and not script.mentions(STARTERS)
-        and not all(map(starts_others, script.launches))
-    ):
+    if (script.nodes or 1) < 2 or script.mentions(STARTERS):
+        return
+    alone = next((each for each in script.find(PYTHON) if not script.mentions(OTHER_STARTERS)), None)
+    if script.launches and not all(map(starts_others, script.launches)):
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
+    elif not script.launches and alone is not None:
+        yield Match("python", f"one of {script.nodes} nodes starts {alone[0][1]}", "`srun python ...`", line=alone[1])
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")

@@ -10,7 +10,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS
-from toolkit.lint.rules.settings import is_template, shorten
+from toolkit.lint.rules.settings import shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
@@ -132,15 +132,3 @@ def unknown_llama_factory_setting(doc: Document) -> Iterator[Match]:
 def unknown_swift_setting(doc: Document) -> Iterator[Match]:
     """ms-swift refuses arguments that it does not have, unless `ignore_args_error` is on."""
     return iter(()) if doc.get("ignore_args_error") else _unknown(doc, "ms-swift")
-
-
-@rule(ERROR, AXOLOTL, library="axolotl", fix="one of the two")
-def axolotl_fsdp_with_deepspeed(doc: Document) -> Iterator[Match]:
-    """axolotl refuses `fsdp` and `deepspeed` together. `fsdp_config` alone passes, and turns FSDP on beside DeepSpeed's
-    JSON.
-    """
-    key = next((key for key in ("fsdp", "fsdp_config") if doc.get(key) and not is_template(doc.get(key))), None)
-    if key is not None and doc.get("deepspeed") and not is_template(doc.get("deepspeed")):
-        yield Match(
-            "deepspeed", f"{key} and deepspeed are both set: a run has one engine", f"remove {key} or deepspeed"
-        )

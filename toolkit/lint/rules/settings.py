@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 from toolkit.convert.programs import FOREIGN
+from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import has_own_loop
+from toolkit.lint.named_files import find_named, has_own_loop
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -131,6 +134,24 @@ def is_grpo(doc: Document) -> bool:
     return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
 
 
+def is_ranked(doc: Document) -> bool | None:
+    """Return whether LLaMA-Factory's list of datasets says `ranking` for those of a file; None without the list."""
+    name = Path(str(doc.get("dataset_dir", "data"))) / "dataset_info.json"
+    names = re.split(r"\s*,\s*", str(doc.get("dataset", "")))
+    file = find_named(str(name), doc.path) if doc.program == "llama-factory" else None
+    listed: dict[str, Any] = {}
+    with contextlib.suppress(ToolkitError):
+        listed = read_configuration(file) if file else {}
+    found = {bool(listed[name].get("ranking")) for name in names if isinstance(listed.get(name), dict)}
+    return found.pop() if len(found) == 1 else None
+
+
+def is_on_one_gpu(doc: Document) -> bool:
+    """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
+    before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
+    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and "FORCE_TORCHRUN" not in text
+
+
 # -- DeepSpeed's configuration
 
 
@@ -156,6 +177,8 @@ def trainer_of(doc: Document) -> Document | None:
 def stage_of(doc: Document) -> int:
     """Return the ZeRO stage of a DeepSpeed JSON, or of the accelerate YAML that names one or has a stage itself."""
     json = doc if doc.kind == DEEPSPEED else doc.deepspeed_json
+    if json is None and doc.launch_config is not None and is_deepspeed(doc.launch_config):
+        return stage_of(doc.launch_config)
     return zero_stage(json) if json else as_int(doc.get("deepspeed_config.zero_stage")) or 0
 
 

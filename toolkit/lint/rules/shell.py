@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from toolkit.errors import nearest
+from toolkit.files.documents import read_text
 from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
-from toolkit.lint.named_files import source_of
-from toolkit.lint.rules.settings import as_enum
+from toolkit.lint.named_files import find_named, source_of
+from toolkit.lint.rules.settings import as_enum, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
@@ -106,9 +107,83 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
 def flag_with_value(doc: Document) -> Iterator[Match]:
     """The option takes no value: the launcher starts the next word as the script."""
     for call in doc.script.launches:
-        if call.tool not in PROGRAMS and call.script and (call.script.lower() in NOT_A_SCRIPT or call.script.isdigit()):
+        is_value = str(call.script).lower() in NOT_A_SCRIPT or str(call.script).isdigit()
+        is_module = {"m", "module", "no-python"} & call.options.keys() or "$" in str(call.script)
+        behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
+        if call.tool not in PROGRAMS and call.script and (is_value or behind):
             message = f"{call.tool} takes {call.script} for the script"
             yield Match(call.tool, message, "the option without a value", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="torch", fix="torchrun, and LOCAL_RANK of the environment")
+def local_rank_with_dash(doc: Document) -> Iterator[Match]:
+    """Since torch 2.0 `torch.distributed.launch` passes `--local-rank=N`, with a dash, to the script. A parser that has
+    `--local_rank` alone refuses it."""
+    starts = {line for _, line in doc.script.find(r"-m[ \t]+torch\.distributed\.launch\b")}
+    for call in doc.script.launches:
+        if call.line not in starts or call.tool != "torchrun" or {"use-env", "use_env"} & call.options.keys():
+            continue
+        source = "\n".join(source_of(call.script or "", doc.path))
+        if not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
+            has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
+            level = None if "ArgumentParser(" in source else NOTE
+            message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
+            yield Match("--local-rank", message, "`torchrun`, and `LOCAL_RANK`", line=call.line, level=level)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="NAME=VALUE in front of the command")
+def variable_behind_command(doc: Document) -> Iterator[Match]:
+    """An assignment sets a variable in front of a command only: behind it, it is an argument of the command."""
+    known = {name for names in launcher_tables()["exported"].values() for name in names}
+    for call in doc.script.launches:
+        for word in (call.script or "", *call.words):
+            name = word.split()[-1].partition("=")[0] if "=" in word else ""
+            if name in known:
+                yield Match(
+                    name, f"{name} is an argument here", f"`{name}=...` in front of the command", line=call.line
+                )
+
+
+@rule(ERROR, *SCRIPTS, library="torch", fix="the launcher in front of the script")
+def launcher_behind_script(doc: Document) -> Iterator[Match]:
+    """`python SCRIPT -m LAUNCHER` starts the script alone: `-m` and what follows are its arguments."""
+    pattern = (
+        r"\bpython[\d.]*[ \t]+(\S+\.py)\b(?:[^\n;|&]|\\\n)*?[ \t]-m[ \t]+(torch\.distributed\.\w+|accelerate\.\S+)"
+    )
+    for found, line in doc.script.find(pattern):
+        message = f"{found[1]} gets `-m {found[2]}` as arguments: one process"
+        yield Match(found[2], message, f"`python -m {found[2]} {found[1]}`", line=line)
+
+
+@rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
+def unknown_launcher_option(doc: Document) -> Iterator[Match]:
+    """A launcher refuses an option in front of the script's name that it does not have: it may be the script's."""
+    for call in doc.script.launches:
+        known = launcher_tables()["options"].get(call.tool, ())
+        for name in call.options if known and call.script else ():
+            if (
+                len(name) > 2
+                and re.fullmatch("[a-z][a-z0-9-]+", name)
+                and not any(each.startswith(name) for each in known)
+            ):
+                option = f"--{name.replace('-', '_')}"
+                fix = f"behind {call.script}, if it is the script's"
+                yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="transformers", fix="--config in front of the file, where the parser has it")
+def file_not_read(doc: Document) -> Iterator[Match]:
+    """A parser refuses the path of a file behind the script's name unless the script reads it: TRL's `TrlParser` takes
+    it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
+    for call in doc.script.launches:
+        first = call.words[0] if call.words else ""
+        source, beside = source_of(call.script or "", doc.path)
+        reads = r"parse_(?:yaml|json)_file|parse_known_args|sys\.argv|H4ArgumentParser|read_args|OmegaConf|args_file"
+        refuses = re.search(r"TrlParser\(|parse_args_into_dataclasses\(\)", source)
+        is_its = refuses and not re.search(reads, source + beside)
+        if first.endswith((".yaml", ".yml", ".json")) and call.tool not in PROGRAMS and is_its:
+            fix = f"`--config {first}`" if "TrlParser(" in source else "its settings as arguments"
+            yield Match(first, f"{call.script} does not read it, and refuses the word", fix, line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
@@ -173,6 +248,25 @@ def include_with_count(doc: Document) -> Iterator[Match]:
         if call.tool == "deepspeed" and counts and filters:
             message = f"refused together with --{min(counts).replace('-', '_')}"
             yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="what the message names")
+def refused_hostfile(doc: Document) -> Iterator[Match]:
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host or GPU that it does not list."""
+    for call in doc.script.launches:
+        file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
+        lines = [line.strip() for line in read_text(file).splitlines()] if file else []
+        entries = {line: re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines if line and not line.startswith("#")}
+        for line in [line for line, found in entries.items() if not found]:
+            yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
+        slots = {found[1]: int(found[2]) for found in entries.values() if found}
+        for name in ("include", "exclude") if slots else ():
+            for part in filter(None, (call.options.get(name) or "").split("@")):
+                host, _, gpus = part.partition(":")
+                is_listed = host in slots and all(int(n) < slots[host] for n in re.findall(r"\d{1,9}", gpus))
+                if not is_listed and "$" not in part:
+                    message = f"{shorten(part)}: the hostfile has {slots.get(host, 'no')} slots of {shorten(host)}"
+                    yield Match(f"--{name}", message, "its hosts, and slots from 0", line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")

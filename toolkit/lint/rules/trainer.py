@@ -29,13 +29,15 @@ FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid
 FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
+VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 # Keys of TRL's DPOConfig that its SFTConfig does not have.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
 def launched_with_fsdp(doc: Document) -> bool:
     """Return True if the launcher's options, or the YAML that they name, say FSDP."""
-    options = doc.call.options if doc.call else {}
+    options = doc.start.options if doc.start else {}
     named = doc.launch_config.get("distributed_type") if doc.launch_config else None
     guessed = "FSDP" if named is None and "fsdp" in (options.get("config-file") or "").lower() else named
     return "use-fsdp" in options or guessed == "FSDP"
@@ -89,14 +91,16 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """TRL's GRPO and RLOO raise for these values: a batch holds complete groups of `num_generations` completions, at
     least 2 for GRPO.
     """
-    if not is_grpo(doc):
+    of_swift = doc.program == "ms-swift" and doc.get("rlhf_type") == "grpo" and doc.has("gradient_accumulation_steps")
+    if not is_grpo(doc) and not of_swift:
         return
     group = as_int(doc.get("num_generations", 8))
-    per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in GENERATION_BATCH.items())
+    defaults = GENERATION_BATCH | ({"per_device_train_batch_size": 1} if of_swift else {})
+    per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in defaults.items())
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
-    if group is not None and group < 2:
+    if group is not None and group < 2 and not of_swift:
         yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
-    elif group and per_gpu and accumulation and doc.is_complete and batch is None and not doc.has("config"):
+    elif group and per_gpu and accumulation and doc.is_complete and batch is None:
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
         processes = processes_of(doc)
@@ -116,10 +120,14 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
 
 def processes_of(doc: Document) -> int | None:
     """Return the number of processes that a launcher starts, where its options or its YAML say it."""
-    options = doc.call.options if doc.call else {}
-    if doc.call is not None and doc.call.tool == "torchrun":
-        counts = [as_int(options.get(name) or default) for name, default in (("nproc-per-node", None), ("nnodes", 1))]
+    options, tool = doc.start.options if doc.start else {}, doc.start.tool if doc.start else ""
+    if tool in PROCESSES_AND_NODES:
+        per_node, nodes = PROCESSES_AND_NODES[tool]
+        counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
         return math.prod(map(int, filter(None, counts))) if all(counts) else None
+    if doc.start and tool in ("swift", "llamafactory-cli"):
+        found = [re.search(rf"\b{name}=[\"']?(\d+)\b", doc.start.before) for name in VARIABLES]
+        return math.prod(int(each[1]) for each in found if each) if found[0] else None
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     return as_int(options.get("num-processes") or in_yaml)
 
@@ -176,15 +184,6 @@ def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
             if fsdp_setting(doc, name) is not None:
                 message = f"{name} belongs to FSDP1, and has no effect in version 2"
                 yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
-
-
-@rule(ERROR, TRAINER, library="transformers", fix="fsdp_config's activation_checkpointing alone")
-def checkpointing_twice(doc: Document) -> Iterator[Match]:
-    """FSDP's activation checkpointing and the Trainer's are refused together when the Trainer is built."""
-    in_fsdp = as_bool(fsdp_setting(doc, "activation_checkpointing"))
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if as_bool(doc.get(name))]
-    if uses_fsdp(doc) and in_fsdp and names:
-        yield Match(names[0], f"{names[0]} and that of fsdp_config are both on", f"`{names[0]}: false`", remove=True)
 
 
 @rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
