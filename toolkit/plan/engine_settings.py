@@ -29,10 +29,12 @@ def engine_settings(
     mixed_precision: str | None = None,
     layout: ParallelLayout | None = None,
     pure_bf16: bool = False,
+    library_buckets: bool = False,
 ) -> EngineSettings:
     """Return the settings for one rank; `mixed_precision` overrides the preset's own, as `--bf16 false` does.
 
-    With `pure_bf16` trained weights are held in bf16, without fp32 masters. DeepSpeed always has masters.
+    With `pure_bf16` trained weights are held in bf16, without fp32 masters. DeepSpeed always has masters. With
+    `library_buckets` its sizes are the library's, whatever the preset's file says.
     """
     engine, shard_ranks = preset.traits, max(1, world_size // preset.replicas)
     if engine.in_effect(world_size) != engine.name:
@@ -55,12 +57,14 @@ def engine_settings(
         offload_param=preset.offload_param,
         layout=layout,
         sharded_at_load=preset.sharded_at_load,
-        **(_zero_settings(preset, hidden_size) if preset.traits.reads_deepspeed_settings else {}),
+        **(_zero_settings(preset, hidden_size, library_buckets) if preset.traits.reads_deepspeed_settings else {}),
     )
 
 
-def _zero_settings(preset: PresetSpec, hidden_size: int) -> dict[str, Any]:
+def _zero_settings(preset: PresetSpec, hidden_size: int, library_buckets: bool) -> dict[str, Any]:
     zero, full, square = zero_block(preset), preset.shards_parameters, hidden_size * hidden_size
+    if library_buckets:
+        zero = {key: value for key, value in zero.items() if value != "auto"}
 
     def setting(key: str, auto: int, default: int) -> int:
         value = zero.get(key, default)

@@ -115,6 +115,8 @@ LOSSES: Mapping[str, Callable[[LossSizes], tuple[int, int]]] = {
     "full": lambda sizes: ((10 + sizes.saved_bytes) * sizes.logits, (12 + sizes.saved_bytes) * sizes.logits),
     # Up to transformers 4.45 also a copy of the fp32 logits without the last row of each sequence, and its gradient.
     "upcast": lambda sizes: ((14 + sizes.saved_bytes) * sizes.logits, (16 + sizes.saved_bytes) * sizes.logits),
+    # A loop whose loss stays in bf16: logits and log-probabilities; in the backward these and two gradients.
+    "bf16": lambda sizes: ((4 + sizes.saved_bytes) * sizes.logits, (6 + sizes.saved_bytes) * sizes.logits),
     "fused": _fused,
     # Cut cross entropy, and Unsloth's: no logits, a number per token.
     "cut": lambda sizes: (FP32_BYTES * sizes.tokens, sizes.gradients),
@@ -134,6 +136,12 @@ LOSSES: Mapping[str, Callable[[LossSizes], tuple[int, int]]] = {
     # fp32 logits of all rows, kept for metrics, and their log-probabilities; in the backward these and two gradients
     # (LLaMA-Factory, `train/dpo/trainer.py`: `concatenated_forward`; `train/trainer_utils.py`: `get_batch_logps`).
     "log_softmax": lambda sizes: (8 * sizes.logits, 12 * sizes.logits),
+    # Logits of what is scored, divided by the temperature, and log-probabilities of one row after the other; in the
+    # backward these and two gradients (TRL 0.17 and ms-swift 4.5, `_get_per_token_logps`).
+    "completions": lambda sizes: (
+        2 * sizes.output_bytes * sizes.scored * sizes.vocab_size,
+        3 * sizes.output_bytes * sizes.scored * sizes.vocab_size,
+    ),
     "scores": lambda _: (0, 0),  # a number per row
 }
 

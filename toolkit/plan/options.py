@@ -134,7 +134,9 @@ class PlanOptions(JobAndGpuOptions):
     ] = None
     loss: Annotated[
         str,
-        Option(help="chunked, full, fused (Liger), cut (cut cross entropy), chunked_output (torchtune), upcast (2024)"),
+        Option(
+            help="chunked, full, fused (Liger), cut (cut cross entropy), chunked_output (torchtune), upcast (2024), bf16"
+        ),
     ] = "chunked"
     program: Annotated[
         str | None,

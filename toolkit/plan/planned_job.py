@@ -40,7 +40,7 @@ from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 from toolkit.units import GIB
 
-LOSSES = ("chunked", "full", "fused", "chunked_output", "cut", "upcast")
+LOSSES = ("chunked", "full", "fused", "chunked_output", "cut", "upcast", "bf16")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
 LARGEST_WORLD_SIZE = 2**20
@@ -63,7 +63,7 @@ class PlannedJob(Job):
 
     loss: str = "chunked"
     """`chunked`: ours, head included; `full`: transformers' own; `fused`: Liger's; `chunked_output`: torchtune's;
-    `cut`: cut cross entropy; `upcast`: transformers' of 2024."""
+    `cut`: cut cross entropy; `upcast`: transformers' of 2024, and TRL's of methods; `bf16`: a loop without fp32."""
     numerics: Numerics = OURS
     activation_checkpointing: bool = False
     gpus_per_node: int = 8
@@ -153,7 +153,14 @@ class PlannedJob(Job):
 
     @property
     def method_loss(self) -> str:
-        """What the method's trainer computes the loss from, as `logits` names it."""
+        """What the method's trainer computes the loss from, as `logits` names it.
+
+        TRL's of 2024 made fp32 logits of all tokens, as LLaMA-Factory's do (0.9, `get_batch_logps`), and those of 2025
+        the logits of all that are scored.
+        """
+        earlier = {"upcast": "log_softmax", "full": "completions"}
+        if self.loss in earlier and self.method.spec.loss in ("log_probs", "orpo", "simpo"):
+            return earlier[self.loss]
         return PROGRAMS[self.numerics.program].method_loss.get(self.method.method, self.method.spec.loss)
 
     @property
@@ -297,6 +304,7 @@ class TrainingSetup:
             mixed_precision=self.precision,
             layout=self.layout,
             pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.traits.gathers_layers),
+            library_buckets=numerics.library_buckets,
         )
 
     @property
@@ -369,7 +377,7 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
             check_size("--" + name.replace("_", "-"), value, LARGEST_DEGREE if limits is None else int(limits.highest))
     rows, is_lora = job.per_device_train_batch_size, job.lora_r is not None
     check_method(job.method, rows=rows, row_tokens=job.tokens_per_row, lora=is_lora)
-    if job.method.method != SFT and (job.packing or job.loss not in ("chunked", "fused")):
+    if job.method.method != SFT and (job.packing or job.loss not in ("chunked", "fused", "full", "upcast")):
         option = "--packing" if job.packing else "--loss"
         raise ToolkitError(
             f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"

@@ -48,6 +48,8 @@ class Numerics:
     """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
     torch_compile: bool = False
+    library_buckets: bool = False
+    """DeepSpeed's own sizes of buckets: accelerate's file without a DeepSpeed file has no `auto`."""
     fsdp1: bool = False
     tiled_mlp: bool = False
     """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
@@ -82,7 +84,7 @@ PROGRAMS: Mapping[str, Program] = {
     "trl": Program(
         source="TRL 1.16.0: trainer/model_config.py:90 (float32), :165 (no nested quantization), "
         "trainer/sft_trainer.py:911, experimental/orpo/orpo_trainer.py:232, experimental/cpo/cpo_trainer.py:222",
-        numerics={"double_quantization": False, "peft_input_cast": True, "fp32_base": True},
+        numerics={"double_quantization": False, "peft_input_cast": True, "fp32_base": True, "library_buckets": True},
         full_numerics={"fp32_base": False},
         # the adapters are bf16
         quantized_numerics={"peft_input_cast": False, "fp32_base": False, "sharded_4bit": False, **_LINEAR_ALONE},
@@ -109,11 +111,11 @@ PROGRAMS: Mapping[str, Program] = {
     "ms-swift": Program(
         source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135 (the checkpoint's dtype), "
         "pipelines/train/tuner.py:402 (adapters alone are converted, from fp16), rlhf_trainers/dpo_trainer.py:119 and "
-        "rlhf_mixin.py:158 (logits of all tokens)",
+        "rlhf_mixin.py:158 (logits of all tokens), grpo_trainer.py:1568 (of completions)",
         numerics={"peft_input_cast": True},
         full_numerics=_BF16,
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
-        method_loss=dict.fromkeys(("dpo", "kto"), "simpo"),
+        method_loss=dict.fromkeys(("dpo", "kto"), "simpo") | dict.fromkeys(("grpo", "rloo"), "completions"),
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
@@ -135,7 +137,9 @@ PROGRAMS: Mapping[str, Program] = {
         full_numerics=_BF16,
     ),
 }
-NUMERICS_OPTIONS = tuple(field.name for field in fields(Numerics) if field.name not in ("program", "fsdp2_masters"))
+NUMERICS_OPTIONS = tuple(
+    field.name for field in fields(Numerics) if field.name not in ("program", "fsdp2_masters", "library_buckets")
+)
 
 
 def numerics_of(options: object, *, method: str, lora: bool, in_4bit: bool) -> Numerics:
