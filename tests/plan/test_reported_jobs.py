@@ -1,11 +1,12 @@
 """Public jobs of other programs, planned with what their reports say (`fixtures/reported_jobs.csv`).
 
 The half `built` was looked at while the planner was changed; of `kept`, other sources, only the end;
-`later` has reports that were collected afterwards, and planned once; so has `fresh`, after which causes were
-looked for, and `last`, planned once after that. GB are read as GiB.
+`later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
+for, `last`, and `latest`, of which two were refused at first. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
-before version 5, and Unsloth's full logits of Gemma 3 in April 2025.
+before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
+`full` in 2025.
 `pytest -s` prints each row.
 """
 
@@ -36,14 +37,16 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
 
 @pytest.mark.parametrize(
     ("half", "out_of_memory", "wrong"),
-    [("built", 6, 0), ("kept", 6, 1), ("later", 8, 0), ("fresh", 28, 7), ("last", 8, 1)],
+    [("built", 6, 0), ("kept", 6, 1), ("later", 8, 0), ("fresh", 28, 6), ("last", 8, 0), ("latest", 17, 6)],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     half: str, out_of_memory: int, wrong: int
 ) -> None:
     ran_out = [plan.verdict for row, plan in of(half) if row["reported"] == "OOM"]
-    ran = [plan.verdict for row, plan in of(half) if row["reported"] != "OOM"]
-    assert (len(ran_out), ran_out.count(FITS), ran.count(DOES_NOT_FIT)) == (out_of_memory, wrong, 0)
+    refused = {row["id"] for row, plan in of(half) if row["reported"] != "OOM" and plan.verdict == DOES_NOT_FIT}
+    assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
+    # Of two, only the length at which rows are cut is stated; the second may have been cut at 3,000 tokens.
+    assert refused == ({"lf-3716", "lf-3708-4k"} if half == "latest" else set())
 
 
 def allowance(plan: Plan) -> float:
@@ -53,20 +56,27 @@ def allowance(plan: Plan) -> float:
     return (plan.request.gpu.memory_bytes - memory.planned_peak_bytes) / margin
 
 
+def has_twice(plan: Plan) -> bool:
+    """Return True if the GPU has twice the planned peak."""
+    return plan.verdict == FITS and plan.request.gpu.memory_bytes >= 2 * plan.memory.planned_peak_bytes
+
+
 def test_jobs_that_ran_out_of_memory_and_fit_are_few_and_no_margin_would_tell_them() -> None:
-    """Their cause is not in the plan, or not in the report: margins twice as wide would leave four of them."""
+    """Their cause is not in the plan, or not in the report: with twice the planned memory six of 30 ran out of it."""
     fits = [(row, allowance(plan)) for row, plan in reported() if plan.verdict == FITS]
     wrong = {row["id"]: room for row, room in fits if row["reported"] == "OOM"}
     for name, room in wrong.items():
         print(f"{name:16} fits by {room:.1f} margins")
     thin = {"lf-6942": "whether GPU or host", "lf-3914": "the error is an image"}
-    logits = {"lf-3638-100k": "Unsloth of May 2024 made them"}
-    fp32_weights = {"axolotl-2412": "random_init"}
-    not_known = {"alpaca-280-3", "lf-5070", "lf-4026", "simpo-10-2", "ms-swift-4486"}
-    assert wrong.keys() == {*thin, *logits, *fp32_weights, *not_known}
-    assert len(fits) >= 55
+    thin |= {"alpaca-46": "the batch follows from the steps", "openrlhf-384-eager": "whose numerics"}
+    known = {"axolotl-2412", "simpo-10-2"}  # within 31 % of their GPUs
+    not_known = {"alpaca-280-3", "alpaca-308", "lf-5070", "lf-1383", "lf-5709", "ms-swift-4486", "ms-swift-3359"}
+    assert wrong.keys() == {*thin, *known, *not_known}
+    assert len(fits) >= 75
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
     assert statistics.mean(enough) < 0.25
+    twice = [row["reported"] == "OOM" for row, plan in reported() if has_twice(plan)]
+    assert 0.15 < statistics.mean(twice) < 0.25
 
 
 def test_reported_speeds_lie_inside_the_interval() -> None:

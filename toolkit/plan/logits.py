@@ -49,6 +49,7 @@ class LossSizes:
     element_bytes: int = 2
     chunk_tokens: int = LOSS_CHUNK_TOKENS
     scored: int = 0  # tokens whose log-probabilities are needed
+    rows: int = 1
     row_bytes: int = 2  # of an element of the hidden states
     output_bytes: int = 2  # of a logit that the model returns: fp32 under autocast
 
@@ -113,10 +114,11 @@ LOSSES: Mapping[str, Callable[[LossSizes], tuple[int, int]]] = {
     # bf16 logits, their fp32 copy and the fp32 log-probabilities (2 + 4 + 4); in the backward the log-probabilities and
     # the gradients of loss and logits (4 + 4 + 4): transformers' `ForCausalLMLoss`, torch's `cross_entropy`.
     "full": lambda sizes: ((10 + sizes.saved_bytes) * sizes.logits, (12 + sizes.saved_bytes) * sizes.logits),
-    # Up to transformers 4.45 also a copy of the fp32 logits without the last row of each sequence, and its gradient.
+    # Up to transformers 4.45 also a copy of the fp32 logits without the last row of each sequence. A loop that keeps
+    # the outputs has these in the backward too; the Trainer drops them, but its jobs are no closer with 12 bytes.
     "upcast": lambda sizes: ((14 + sizes.saved_bytes) * sizes.logits, (16 + sizes.saved_bytes) * sizes.logits),
-    # A loop whose loss stays in bf16: logits and log-probabilities; in the backward these and two gradients.
-    "bf16": lambda sizes: ((4 + sizes.saved_bytes) * sizes.logits, (6 + sizes.saved_bytes) * sizes.logits),
+    # A loop whose loss stays in bf16: logits, the copy, log-probabilities; in the backward also two gradients.
+    "bf16": lambda sizes: ((6 + sizes.saved_bytes) * sizes.logits, (8 + sizes.saved_bytes) * sizes.logits),
     "fused": _fused,
     # Cut cross entropy, and Unsloth's: no logits, a number per token.
     "cut": lambda sizes: (FP32_BYTES * sizes.tokens, sizes.gradients),
@@ -136,11 +138,11 @@ LOSSES: Mapping[str, Callable[[LossSizes], tuple[int, int]]] = {
     # fp32 logits of all rows, kept for metrics, and their log-probabilities; in the backward these and two gradients
     # (LLaMA-Factory, `train/dpo/trainer.py`: `concatenated_forward`; `train/trainer_utils.py`: `get_batch_logps`).
     "log_softmax": lambda sizes: (8 * sizes.logits, 12 * sizes.logits),
-    # Logits of what is scored, divided by the temperature, and log-probabilities of one row after the other; in the
-    # backward these and two gradients (TRL 0.17 and ms-swift 4.5, `_get_per_token_logps`).
+    # Logits of what is scored, divided by the temperature, and their log-probabilities, row by row; in the backward
+    # these or their gradients, and two gradients of a row (TRL 0.17 and ms-swift 4.5, `_get_per_token_logps`).
     "completions": lambda sizes: (
         2 * sizes.output_bytes * sizes.scored * sizes.vocab_size,
-        3 * sizes.output_bytes * sizes.scored * sizes.vocab_size,
+        int(max(2, 1 + 2 / sizes.rows) * sizes.output_bytes * sizes.scored * sizes.vocab_size),
     ),
     "scores": lambda _: (0, 0),  # a number per row
 }

@@ -162,6 +162,7 @@ def _logits(
     sizes = LossSizes(
         tokens=in_micro_batch if loss == "chunked" else tokens,
         scored=job.method.scored_tokens(job.rows, job.tokens_per_row),
+        rows=job.rows,
         row_bytes=activations.residual_bytes,
         output_bytes=element,
         vocab_size=activations.shape.vocab_size,

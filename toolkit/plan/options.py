@@ -135,7 +135,7 @@ class PlanOptions(JobAndGpuOptions):
     loss: Annotated[
         str,
         Option(
-            help="chunked, full, fused (Liger), cut (cut cross entropy), chunked_output (torchtune), upcast (2024), bf16"
+            help="chunked, full, fused (Liger), cut (no logits), chunked_output (torchtune), upcast (2024), or bf16"
         ),
     ] = "chunked"
     program: Annotated[

@@ -122,13 +122,14 @@ def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
 
 def load(rank: Rank) -> Iterator[PhaseMemory]:
     """Parameters, complete or sharded, and what the engine needs to put them in place."""
-    whole = 0
-    if rank.job.load_in_4bit and rank.job.numerics.program != TOOLKIT and rank.engine.traits.uses_fsdp_plugin:
+    whole, numerics = 0, rank.job.numerics
+    others = numerics.program != TOOLKIT and rank.engine.traits.uses_fsdp_plugin
+    if rank.job.load_in_4bit and others and not (numerics.fsdp1 and rank.engine.offload_param):
         # accelerate 1.15 keeps the loaded weights until all are sharded, on the GPU if they are bitsandbytes' 4 bits
         # (`fsdp2_prepare_model`: `original_sd`, line 872); the toolkit sends each rank its shards. FSDP1 frees those of
-        # a layer as it shards them.
+        # a layer as it shards them, and with offload has none there: 70B trains on two GPUs of 24 GB (peft's guide).
         whole = rank.weights.held_bytes(rank.engine.element_bytes) - rank.weights.constant_bytes  # nobody copies these
-        whole -= rank.parameters - rank.weights.constant_bytes if rank.job.numerics.fsdp1 else 0
+        whole -= rank.parameters - rank.weights.constant_bytes if numerics.fsdp1 else 0
     yield PhaseMemory(phase="load", parameter_bytes=rank.parameters, buffer_bytes=max(rank.buffers.load_bytes, whole))
 
 
