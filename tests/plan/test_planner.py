@@ -335,7 +335,7 @@ def test_equal_lengths_need_no_mask() -> None:
         ({"max_seq_length": 10**12}, "expected 134,217,728 or less"),
         ({"lora_r": 9000}, "--lora-r is 9000, expected at most the hidden size 4096"),
         ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
-        ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused, chunked_output, cut or upcast"),
+        ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused, chunked_output, cut, upcast or bf16"),
         ({"optim": "galore_adamw"}, "--optim galore_adamw is not planned"),
     ],
 )
