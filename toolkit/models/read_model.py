@@ -59,18 +59,22 @@ def read_model(MODEL: str, *, count: bool = True) -> ModelShape:  # noqa: N803
     seconds. Raises ToolkitError for a model that is missing, unreadable, incomplete, or not a language model.
     """
     path = config_path(MODEL)
-    fields = ConfigFields(read_config(path), str(path))
-    is_mimo = fields.values.get("model_type") == "mimo"
-    if same := SAME_TENSORS.get(str(fields.values.get("model_type"))):
-        fields.values = {k: v for k, v in fields.values.items() if k != "auto_map"} | {"model_type": same}
+    values = read_config(path)
+    fields = ConfigFields(as_transformers_has_it(values), str(path))
     _check_type(fields)
     shape = shape_from_config(fields)
     if shape is not None:
-        return with_next_token_layers(shape, fields) if is_mimo else shape
+        return with_next_token_layers(shape, fields) if values.get("model_type") == "mimo" else shape
     counted = count_shape(path, fields.values, waits=count)
     if counted is None:
         raise ToolkitError(f"there are no formulas for model_type {fields.values['model_type']!r}", hint=_known())
     return replace(counted, patches_per_token=patches_per_token(fields.values))
+
+
+def as_transformers_has_it(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration; those of code on the hub with the type that has its tensors."""
+    same = SAME_TENSORS.get(str(values.get("model_type")))
+    return values if same is None else {k: v for k, v in values.items() if k != "auto_map"} | {"model_type": same}
 
 
 def count_shape(config: Path, values: Mapping[str, Any], *, waits: bool = True) -> ModelShape | None:
@@ -232,7 +236,7 @@ def known_models() -> Mapping[str, Path]:
 @functools.cache
 def bundled_models() -> Mapping[str, Path]:
     """Return those of the known models that are planned at once: by formulas, a shipped count, or their family's."""
-    values = {name: json.loads(path.read_text()) for name, path in known_models().items()}
+    values = {name: as_transformers_has_it(json.loads(path.read_text())) for name, path in known_models().items()}
     formulas = types_with_formulas()
     return {
         name: known_models()[name]
