@@ -62,7 +62,7 @@ def test_every_known_model_names_its_source() -> None:
     shapes = {name: read_model(name) for name in READABLE}
     # saved activations are worked out or counted, and never estimated as another architecture's
     assert {name for name, shape in shapes.items() if shape.activations_from == "llama"} == set()
-    assert len(shapes) >= 150
+    assert len(shapes) >= 220
 
 
 def test_the_name_of_a_model_that_is_counted_needs_neither_transformers_nor_its_owner() -> None:
@@ -126,10 +126,19 @@ def test_what_is_stored_for_another_task_is_refused_by_name(tmp_path: Path, kind
         read_model(written(tmp_path, **OTHER_TASKS[kind]))  # type: ignore[arg-type]
 
 
-def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path) -> None:
+def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for model_type, kind in {"bert": "an encoder", "t5": "an encoder with", "whisper": "a model of sound"}.items():
         with pytest.raises(ToolkitError, match=f"{model_type} is {kind}"):
             read_model(written(tmp_path, model_type))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ids = {
+        "google/flan-t5-base": "an encoder with",
+        "openai/whisper-tiny": "a model of sound",
+        "BAAI/bge-base": "an emb",
+    }
+    for name, kind in ids.items():  # its configuration cannot be read
+        with pytest.raises(ToolkitError, match=f"{name}, by its name, is {kind}"):
+            config_path(name)
     with pytest.raises(ToolkitError, match="unknown model_type 'mimi2'"):
         read_model(written(tmp_path, "mimi2"))
     with pytest.raises(ToolkitError, match="unknown model_type 'minimax_m9'") as refused:
@@ -244,10 +253,22 @@ def test_a_run_is_planned_by_a_count_that_is_there() -> None:
         ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
         ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "Qwen/Qwen3-14B"),
         ("qwen/qwen3-vl-8b-thinking", "Qwen/Qwen3-VL-8B-Instruct"),
+        ("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-1025-7B"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "unsloth/Mistral-Small-3.2-24B-Instruct-2506"),
+        ("NousResearch/Hermes-3-Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("DeepSeek-R1-0528-Qwen3-8B", "Qwen/Qwen3-8B"),
     ],
 )
 def test_another_tuning_of_a_known_model_needs_no_hub(name: str, known: str) -> None:
     assert config_path(name) == known_models()[known]
+
+
+def test_a_published_copy_is_planned_as_the_model_that_it_is_listed_with() -> None:
+    copies = read_json_object(reading.KNOWN / "copies.json")
+    assert set(copies) <= set(known_models())
+    listed = {copy: known for known, each in copies.items() for copy in each}
+    assert len(listed) == sum(map(len, copies.values())) > 200, "listed twice"
+    assert {copy: reading.same_shape(copy) for copy in listed} == listed
 
 
 @pytest.mark.parametrize("name", ["somebody/Qwen3-8B", "Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-8B-GGUF", "Qwen2-VL-7B"])

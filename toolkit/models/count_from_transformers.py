@@ -19,12 +19,13 @@ import functools
 import inspect
 import io
 import json
+import re
 import signal
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSOR
 from toolkit.models.shape import COUNTED_PARTS, TOWER
 
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
+ROUTER = re.compile("router$", re.IGNORECASE)
 ROWS = 2
 # Lengths that people train with: in short rows another allocation would be the highest.
 LENGTHS = (1024, 2048, 3072)
@@ -145,7 +147,8 @@ def describe_adapters(model: Any) -> dict[str, Any]:
     renamed = _renamed_targets(model.config.model_type)
     warnings.simplefilter("ignore")
     refused = refused_modules(model)
-    why = {"why_no_adapters": f"it refuses {' and '.join(refused)}"} if refused else {}
+    fails = "fails in the forward pass of" if any(ROUTER.search(name) for name in refused) else "refuses"
+    why = {"why_no_adapters": f"it {fails} {' and '.join(refused)}"} if refused else {}
     try:
         adapted = get_peft_model(model, _lora(1, refused))
     except ValueError as error:
@@ -171,11 +174,12 @@ def describe_adapters(model: Any) -> dict[str, Any]:
 def refused_modules(model: Any) -> list[str]:
     """Return the names among the model's linear layers that peft refuses to adapt (`_check_lora_target_modules_mamba`).
 
-    With `all-linear` it refuses the model then; with other names it adapts those.
+    With `all-linear` it refuses the model then; with other names it adapts those. A router of Llama 4 is a linear layer
+    that answers with a pair: peft adapts it, and the forward pass fails.
     """
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)}
-    refused = []
-    for name in sorted(names):
+    linear = {name.rpartition(".")[2]: module for name, module in model.named_modules() if isinstance(module, LINEAR)}
+    refused = [name for name, module in linear.items() if ROUTER.search(type(module).__name__)]
+    for name in sorted(linear):
         try:
             _check_lora_target_modules_mamba(LoraConfig(), model, name)
         except ValueError:
@@ -350,7 +354,7 @@ def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bo
     progress(f"activations, {'bf16 copies of fp32 weights' if autocast else 'bf16 weights'}, mask: {mask}")
     names = list(decoder_layers(model))
     name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
-    measure_peaks = name_of_kind.values() if peaks else ()
+    measure_peaks = set(name_of_kind.values()) if peaks else set()
     forward = functools.partial(_forward, model, mask=mask, peaks_of=measure_peaks, autocast=autocast)
     forwards = [forward(length=length) for length in LENGTHS[:2]]
     if any(_fit_two(*(sizes[part] for sizes in forwards)) is None for part in set().union(*forwards)):
@@ -401,7 +405,7 @@ def _coefficients(constant: float, line: float, square: float) -> Coefficients:
     return [round(constant), round(line / tokens), square / (tokens * first)]
 
 
-def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], autocast: bool) -> dict[Any, Storages]:
+def _forward(model: Any, length: int, mask: str, *, peaks_of: set[str], autocast: bool) -> dict[Any, Storages]:
     """What one forward saves, by the layer that is running, and what is alive at the backward peaks of some layers."""
     inputs: dict[str, tuple[Any, Any]] = {}
     running, alive = [OUTSIDE], []
@@ -433,7 +437,7 @@ def _forward(model: Any, length: int, mask: str, *, peaks_of: Iterable[str], aut
         model(**_batch(model, length, mask))
     for hook in hooks:
         hook.remove()
-    for name in peaks_of:
+    for name in peaks_of & inputs.keys():  # without images, Mllama skips its layers of cross-attention
         sizes[name, PEAK] = _layer_peak(layers[name], *inputs[name], autocast=autocast)
     return sizes
 
@@ -454,6 +458,8 @@ def _layer_peak(layer: Any, args: Any, kwargs: Any, *, autocast: bool) -> Storag
 
 def _as_input(value: Any) -> Any:
     """A leaf that needs a gradient where the value did, as the residual stream does."""
+    if isinstance(value, Mapping):  # `tree_map` does not know its class: keys and values that Gemma 4's layers share
+        return {key: tree_map(_as_input, each) for key, each in value.items()}
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.detach().requires_grad_(value.requires_grad)

@@ -24,7 +24,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import parse_json, read_json
+from toolkit.files.documents import parse_json, read_json, read_json_object
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
@@ -47,7 +47,9 @@ COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 # Words of a name that say how a model was tuned or stored, and nothing of its shape.
 TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
+TUNING |= {"think", "sft", "dpo", "hf", "1m"}
 IN_4BIT = {"unsloth", "bnb", "4bit"}
+COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
@@ -261,14 +263,24 @@ def _say_once(line: str) -> None:
 
 
 def same_shape(name: str) -> str | None:
-    """Return the known model of which another tuning is named; None for any other name.
+    """Return the known model whose shape a published copy or another tuning of it has; None for any other name.
 
-    >>> same_shape("Qwen/Qwen2.5-7B-Instruct"), same_shape("Qwen3-4B-Thinking-2507"), same_shape("Qwen/Qwen2-VL-7B")
-    ('Qwen/Qwen2.5-7B', 'Qwen/Qwen3-4B', None)
+    >>> same_shape("Qwen/Qwen2.5-7B-Instruct"), same_shape("allenai/Olmo-3-7B-Think"), same_shape("Qwen/Qwen2-VL-7")
+    ('Qwen/Qwen2.5-7B', 'allenai/Olmo-3-1025-7B', None)
     """
     owner, _, short = name.lower().rpartition("/")
-    twin = {_untuned(known.partition("/")[2]): known for known in reversed([*known_models()])}.get(_untuned(short))
-    return twin if owner in ((twin or "").partition("/")[0].lower(), "", "unsloth", "nousresearch", "thudm") else None
+    owner, twins = "" if owner in COPIERS else owner, _twins()
+    return twins.get((owner, short)) or twins.get((owner, _untuned(short)))
+
+
+@functools.cache
+def _twins() -> Mapping[tuple[str, str], str]:
+    """Known models by owner and name, by the name alone, and by both without words of tuning."""
+    copies = {copy: known for known, each in read_json_object(KNOWN / "copies.json").items() for copy in each}
+    names = copies | {known: known for known in reversed([*known_models()])}
+    named = [(*name.lower().split("/"), known) for name, known in names.items()]
+    twins = {(each, _untuned(short)): known for owner, short, known in named for each in ("", owner)}
+    return twins | {(each, short): known for owner, short, known in named for each in ("", owner)}
 
 
 def _untuned(short: str) -> str:
@@ -299,6 +311,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
     try:
         return download_config(name)
     except ToolkitError as error:
+        if kind := next((kind for kind, words in WORDS_OF_KIND.items() if re.search(words, name.lower())), None):
+            raise _no_decoder(f"{name}, by its name,", kind) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
         close = nearest(name.lower(), names, cutoff=0.85)
         if close is None or names[close] == name:
@@ -326,8 +340,7 @@ def _check_type(fields: ConfigFields) -> None:
     if not isinstance(model_type, str):
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
     if kind := _other_kind(model_type, fields.values):
-        message = f"{model_type} is {kind}, whose heads and losses are not planned: only decoders are"
-        raise ToolkitError(message, hint="`toolkit rehearse --script YOUR_SCRIPT` measures it")
+        raise _no_decoder(model_type, kind)
     types = model_types()
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
@@ -344,6 +357,13 @@ def _check_type(fields: ConfigFields) -> None:
             raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
+
+
+def _no_decoder(what: str, kind: str) -> ToolkitError:
+    return ToolkitError(
+        f"{what} is {kind}, whose heads and losses are not planned: only decoders are",
+        hint="`toolkit rehearse --script YOUR_SCRIPT` measures it; a decoder is planned, for example Qwen/Qwen3-0.6B",
+    )
 
 
 def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:
@@ -381,7 +401,15 @@ NO_DECODERS = {
     "a model of sound": (
         *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
         *("audioflamingo3", "canary", "cohere_asr", "data2vec-audio", "dia", "glmasr", "granite_speech", "lasr_ctc"),
-        *("kyutai_speech_to_text", "moonshine_streaming", "moss_transcribe_diarize", "musicflamingo", "pop2piano"),
+        *(
+            "qwen2_5_omni",
+            "qwen3_omni_moe",
+            "kyutai_speech_to_text",
+            "moonshine_streaming",
+            "moss_transcribe_diarize",
+            "musicflamingo",
+            "pop2piano",
+        ),
         *("qwen2_audio", "qwen3_asr", "seamless_m4t_v2", "sew", "sew-d", "speecht5", "unispeech", "unispeech-sat"),
         *("vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime", "wav2vec2-bert", "wav2vec2-conformer"),
     ),
@@ -390,6 +418,15 @@ NO_DECODERS = {
         *("vit", "vit_mae", "depth_anything", "dpt", "grounding-dino", "mask2former", "owlv2", "owlvit", "resnet"),
         *("rt_detr", "sam", "sam2", "sam3", "yolos"),
     ),
+}
+
+
+# Words of a hub id that cannot be read.
+WORDS_OF_KIND = {
+    "an encoder with a decoder": r"\b(flan|m|u?m|byt|code|long)?t5|\bbart|pegasus|nllb",
+    "a model of sound": r"whisper|wav2vec|parakeet|voxtral|omni",
+    "an embedding model": r"embed|\bbge-|\bgte-|\be5-|minilm|mpnet",
+    "an encoder": r"bert",
 }
 
 
