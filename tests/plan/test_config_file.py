@@ -102,6 +102,19 @@ def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path)
 
 FULL = AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "")
 GRPO = "model_name_or_path: MODEL\ndataset_name: a/b\nnum_generations: 4\nmax_completion_length: 100\n"
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n"),
+        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n"),
+        ("ours.yaml", f"{OURS}lora_r: 4\nlora_config: [use_dora=true]\n"),
+    ],
+)
+def test_dora_of_a_file_is_planned(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert configured_plan(tmp_path / name, None, PlanOptions(), given=()).options.dora is True
+
+
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 
 
@@ -112,9 +125,6 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
         ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "--optim galore_adamw", "optim"),
         ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
         ("a.yaml", f"{AXOLOTL}lora_modules_to_save: [embed_tokens]\n", "modules_to_save", "lora_r"),
-        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n", "peft_use_dora", "lora_r"),
-        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n", "use_dora", "lora_r"),
-        ("ours.yaml", f"{OURS}lora_r: 4\nlora_config: [use_dora=true]\n", "use_dora", "lora_r"),
         ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from toolkit.models.lora import adapts_experts, lora_layer
+from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer
 from toolkit.models.shape import Layer, ModelShape, SavedActivations, SavedBytes, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
@@ -79,6 +79,8 @@ class Activations:
     """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
     residual stream."""
     lora_dropout: bool = False
+    dora_targets: tuple[str, ...] = ()
+    """The modules that DoRA adapts; none with LoRA."""
     liger: bool = False
     """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""
     layout: ParallelLayout | None = None
@@ -111,6 +113,8 @@ class Activations:
         else:
             saved = counted.at(autocast=self.autocast, lora_r=self.lora_r, mask=mask)
         more = self._dropout if self.lora_dropout and self.lora_r is not None else 0
+        if self.dora_targets:
+            saved = self._with_magnitudes(saved)
         if not more and (layout is None or layout.cp == layout.sp == layout.ep == 1):
             return saved
         layout = layout or ParallelLayout()
@@ -124,6 +128,20 @@ class Activations:
         one = SavedBytes(per_token=more)
         layers, largest = saved.layers.plus(one, shape.num_layers), saved.largest_layer.plus(one)
         return replace(saved, layers=layers, largest_layer=largest)
+
+    def _with_magnitudes(self, saved: SavedActivations) -> SavedActivations:
+        """What DoRA adds; its norms are computed while the layer is recomputed or run, at the peak of the backward."""
+        of_kind = {
+            kind: dora_bytes(lora_layer(self.shape, kind, 1, self.dora_targets)) for kind in self.shape.layer_kinds
+        }
+        total = sum(of_kind[kind][0] * count for kind, count in self.shape.layer_kinds.items())
+        most, norms = (max(each) for each in zip(*of_kind.values(), strict=True))
+        return replace(
+            saved,
+            layers=saved.layers.plus(SavedBytes(per_token=total)),
+            largest_layer=saved.largest_layer.plus(SavedBytes(per_token=most)),
+            backward=saved.backward.plus(SavedBytes(fixed=norms * (2 if self.autocast else 1))),
+        )
 
     @property
     def _dropout(self) -> int:

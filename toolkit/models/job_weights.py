@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from toolkit.models.lora import ALL_LINEAR, lora_layer, outer_lora
+from toolkit.models.lora import ALL_LINEAR, lora_layer, magnitudes, outer_lora
 from toolkit.models.nf4 import constant_bytes, packed_layer, packed_layer_8bit
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import is_of_images
@@ -193,6 +193,7 @@ def job_weights(
     element_bytes: int = 2,
     base: QuantizedBase | None = None,
     frozen_tower: bool = False,
+    dora: bool = False,
 ) -> JobWeights:
     """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`; `base` says how it is quantized.
 
@@ -214,13 +215,16 @@ def job_weights(
             kind = tuple(t for t in kind if not (t.is_linear_weight if linear_alone else t.is_quantized))
         return packed_layer(kind, element_bytes=element_bytes, experts=form.experts)
 
+    def adapters(of_lora: Layer) -> Layer:
+        return of_lora + magnitudes(of_lora) if dora else of_lora
+
     load_in_4bit |= in_8bit
     return JobWeights(
         shape=shape,
         base=base,
         stored={kind: packed(kind) if load_in_4bit else kind for kind in kinds},
-        adapters={kind: lora_layer(shape, kind, lora_r, lora_target_modules) for kind in kinds},
-        outer_adapters=tuple(tensor for tensor in outer if not (frozen_tower and is_of_images(tensor))),
+        adapters={kind: adapters(lora_layer(shape, kind, lora_r, lora_target_modules)) for kind in kinds},
+        outer_adapters=tuple(tensor for tensor in adapters(outer) if not (frozen_tower and is_of_images(tensor))),
         in_4bit=tuple(quantized) if load_in_4bit else (),
     )
 

@@ -40,6 +40,35 @@ def lora_layer(shape: ModelShape, kind: Layer, rank: int, targets: tuple[str, ..
     return _chosen(shape, [adapter for each in kind for adapter in adapters_of(each, experts=experts)], rank, targets)
 
 
+def magnitudes(adapters: Layer) -> Layer:
+    """Return DoRA's magnitudes of these adapters: one number per output (peft 0.21, `DoraLinearLayer`)."""
+    of_b = (tensor for tensor in adapters if ".lora_B." in tensor.name)
+    return tuple(
+        Tensor(name=tensor.name.replace("lora_B", "lora_magnitude_vector"), shape=tensor.shape[:1]) for tensor in of_b
+    )
+
+
+def dora_bytes(adapters: Layer) -> tuple[int, int]:
+    """Return what DoRA saves of each token, and the most that it holds for the norms of one weight, in bf16.
+
+    Saved are the output of the weight and that of the adapter, which its magnitude scales. For the norms each forward
+    pass makes a unit matrix as wide as the input, the product of the adapter, this product scaled, and the sum with the
+    weight: nothing of it is saved (peft 0.21, `DoraLinearLayer.forward`).
+    """
+    pairs = list(zip(adapters[::2], adapters[1::2], strict=True))
+    norms = (2 * a.shape[1] ** 2 + 6 * a.shape[1] * b.shape[0] for a, b in pairs)
+    return 4 * sum(b.shape[0] for _, b in pairs), max(norms, default=0)
+
+
+def check_dora(shape: ModelShape, targets: tuple[str, ...]) -> None:
+    """Raise ToolkitError for adapters of fused experts, which peft refuses with DoRA (`ParamWrapper`)."""
+    if any(tensor.is_expert for kind in shape.layer_kinds for tensor in lora_layer(shape, kind, 1, targets)):
+        raise ToolkitError(
+            f"DoRA does not adapt the experts of {shape.model_type}: peft refuses parameters without a module",
+            hint="name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`",
+        )
+
+
 def outer_lora(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:
     """Return the adapters outside the decoder layers."""
     return _chosen(shape, shape.outer_adapters, rank, targets)

@@ -57,8 +57,6 @@ COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prom
 MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
     "trainable_token_indices",
-    # DoRA trains a magnitude per output, and keeps a second output of each adapted layer for the backward pass.
-    "use_dora",
 )
 # What to type after an option, where it is no number.
 EXAMPLES = {
@@ -124,6 +122,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found |= {"dataset": data[0], "column": tuple("=".join(each) for each in (job.column or {}).items())}
+    found |= {"dora": True} if planned.numerics.dora else {}
     described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:

@@ -115,6 +115,7 @@ def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, wei
         lora_r=job.lora_r,
         fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
         lora_dropout=job.numerics.lora_dropout > 0,
+        dora_targets=job.lora_target_modules if job.numerics.dora else (),
         liger=job.use_liger_kernel,
         layout=engine.layout,
     )

@@ -24,7 +24,7 @@ from toolkit.models.attention import (
     read_model_attention,
 )
 from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
-from toolkit.models.lora import ALL_LINEAR, check_lora_targets
+from toolkit.models.lora import ALL_LINEAR, check_dora, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.split import WORDS, part_of_rank, read_split
@@ -89,6 +89,7 @@ class PlannedJob(Job):
             activation_checkpointing=job.uses_activation_checkpointing,
             use_liger_kernel=job.use_liger_kernel and not job.liger_kernel_config,  # a choice of them is not planned
             loss=loss if job.loss == "auto" else job.loss,
+            numerics=Numerics(dora=bool((job.lora_config or {}).get("use_dora"))),
         )
 
     @classmethod
@@ -359,7 +360,9 @@ class TrainingSetup:
         job = self.job
         element, base = self.engine.element_bytes, job.quantized_base
         targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
-        return job_weights(self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower)
+        return job_weights(
+            self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, job.numerics.dora
+        )
 
     @property
     def trained(self) -> tuple[Layer, ...]:
@@ -397,6 +400,8 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     if job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
     check_lora_targets(shape, job.lora_target_modules)
+    if job.numerics.dora:
+        check_dora(shape, job.lora_target_modules)
 
 
 def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:

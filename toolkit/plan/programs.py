@@ -44,6 +44,7 @@ class Numerics:
     peft_input_cast: bool = False
     """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
     lora_dropout: float = 0.0
+    dora: bool = False
     fp32_base: bool = False
     """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
@@ -164,6 +165,7 @@ def numerics_text(numerics: Numerics) -> str:
     words = {
         "pure_bf16": "trained weights and states in bf16",
         "kbit_training": "fp32 embeddings, norms and residual stream",
+        "dora": "DoRA",
         "fp16": "fp16",
         "fp32_base": "base in fp32",
         "expandable_segments": "expandable segments",
@@ -184,6 +186,8 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
     """Raise ToolkitError for numerics that contradict the job."""
     if numerics.load_in_8bit and in_4bit:
         raise ToolkitError("--load-in-8bit and --load-in-4bit are both given", hint="leave one out")
+    if numerics.dora and not lora:
+        raise ToolkitError("--dora needs --lora-r", hint="add `--lora-r 16`")
     for option, is_given in {"8bit": numerics.load_in_8bit, "kbit": numerics.kbit_training}.items():
         if is_given and not lora:
             name = {"8bit": "--load-in-8bit", "kbit": "--kbit-training"}[option]
