@@ -51,6 +51,20 @@ def test_states_are_those_that_bitsandbytes_makes(optim: str) -> None:
     assert sum(storages.values()) == spec.state_bytes([UpdatedTensor(shape=shape) for shape in SHAPES])
 
 
+@pytest.mark.parametrize("optim", [name for name in OPTIMIZERS if name.startswith("schedule_free")])
+def test_states_are_those_that_schedulefree_makes(optim: str) -> None:
+    library = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    spec = OPTIMIZERS[optim]
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = getattr(library, spec.class_name.partition(".")[2])(parameters, lr=0.1)
+    optimizer.train()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    live = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in live) == spec.state_bytes([UpdatedTensor(shape=shape) for shape in SHAPES])
+
+
 def test_three_states_take_half_as_much_again_as_two() -> None:
     size = read_model("Qwen/Qwen3-0.6B").num_params
     assert planned_bytes("ademamix") == 3 * 4 * size

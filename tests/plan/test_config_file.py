@@ -102,6 +102,8 @@ def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path)
 
 FULL = AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "")
 GRPO = "model_name_or_path: MODEL\ndataset_name: a/b\nnum_generations: 4\nmax_completion_length: 100\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -112,6 +112,10 @@ class Zero(Engine):
             "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
             "`--preset ddp`, or `--optim adamw_bnb_8bit`",
         ),
+        "schedulefree": (
+            "its switch to evaluated weights reaches DeepSpeed's fp32 partitions, and not the weights",
+            "`--preset ddp`, or `--optim adamw_torch_fused`",
+        ),
         "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
         "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
         "torchao": (

@@ -143,6 +143,10 @@ _ALL = (
     # Momentum of hidden matrices; AdamW's two states of embeddings, head and norms.
     _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each)),
     _torch("adagrad", "torch.Adagrad", _fp32(1)),
+    # schedulefree 1.4.1: `z`, the weights that are trained, beside those that are evaluated, and no momentum.
+    _torch("schedule_free_adamw", "schedulefree.AdamWScheduleFree", _fp32(2)),
+    _torch("schedule_free_radam", "schedulefree.RAdamScheduleFree", _fp32(2)),
+    _torch("schedule_free_sgd", "schedulefree.SGDScheduleFree", _fp32(1)),
     _torch("rmsprop", "torch.RMSprop", _fp32(1)),
     _torch("sgd", "torch.SGD", _fp32(0)),  # and momentum, if it is set
 )
@@ -154,7 +158,6 @@ DEFAULT_OPTIMIZER = _ALL[0].optim
 NOT_PLANNED: Mapping[str, str] = {
     "galore": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
     "apollo": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
-    "schedule_free": "its optimizer has to be told of training and evaluation, which was run under no preset",
     "grokadamw": "it moves its three states to the host and back in each step",
     "lomo": "it updates each weight in the backward pass, without an optimizer step",
     "adalomo": "it updates each weight in the backward pass, without an optimizer step",
