@@ -13,6 +13,7 @@ from model_configs import TINY, built, config_file, counted_tensors, fields_of
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.count_from_transformers import refused_modules
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_lora_targets, lora_layer, outer_lora
 from toolkit.models.read_model import CHECKED, MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS, QUANTIZED
@@ -57,7 +58,9 @@ def planned(config: Path) -> ModelShape:
 def adapters_that_peft_makes(config: Path, targets: Any) -> list[tuple[int, ...]]:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(built(config), LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM"))
+    left_out = refused_modules(built(config)) if targets == "all-linear" else []  # with which no forward pass runs
+    lora = LoraConfig(r=RANK, target_modules=targets, exclude_modules=left_out or None, task_type="CAUSAL_LM")
+    model = get_peft_model(built(config), lora)
     return sorted(tuple(p.shape) for p in model.parameters() if p.requires_grad)
 
 
