@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from cluster_jobs import write_inputs
-from launching import ROOT
-from loaded_modules import HEAVY, EndedCommand, loaded_after, run_forked_commands
+from launching import ROOT, nightly
+from loaded_modules import HEAVY, loaded_after, run_forked_commands
 
 PACKAGE = ROOT / "toolkit"
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
@@ -41,12 +41,15 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom):
+        assert not tree.level, "imports are absolute"
+        yield from (f"{tree.module}.{alias.name}" for alias in tree.names)
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an expression imports nothing
+        statements = getattr(tree, block, ())
+        for statement in statements if isinstance(statements, list) else ():
+            yield from imports(statement)
 
 
 @cache
@@ -134,8 +137,7 @@ def branches_on_engines(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-            text = ast.unparse(node)
-            if words & ENGINE_WORDS and ("engine" in text or "sharding" in text):
+            if words & ENGINE_WORDS and ("engine" in (text := ast.unparse(node)) or "sharding" in text):
                 yield text
         elif isinstance(node, ast.Dict):
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
@@ -185,56 +187,53 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
+# One command per group of modules; the help and the refusals of the others run in `make test-nightly`.
 LIGHT_COMMANDS = [
     ["--help"],
     ["presets"],
+    ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
+    ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
+    ["tune", "--num-processes", "8", "--gpu", "h100", "--dry-run", "--output", "out", "--", "--max_seq_length", "64"],
+    ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
+    ["simulate", "stragglers", "--workers", "4", "--steps", "9", "--model", LLAMA_8B, "--gpu", "h100"],
+    ["rehearse", "--help"],
+    ["doctor", "--compare", "a.json", "b.json"],
+    ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
+    ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
+]
+OTHER_LIGHT_COMMANDS = [
     ["presets", "--json"],
     ["train", "--help"],
     ["train", "--preset", "zero4", "--num-processes", "2"],
     ["train", "--preset", "zero2", "--num-processes", "2", "--", "--max_stepz", "8"],
-    ["train", "--preset", "zero2", "--num-processes", "2", "--", "--model_name_or_path", "no-such-model"],
     ["compare", "--help"],
-    ["compare", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
     ["tune", "--help"],
     ["tune", "--preset", "zero4", "--num-processes", "2", "--output", "out"],
-    ["tune", "--num-processes", "8", "--gpu", "h100", "--dry-run", "--output", "out", "--", "--max_seq_length", "64"],
     ["report", "no-such-folder"],
     ["plan", "--help"],
-    ["plan", LLAMA_8B, "--num-processes", "8", "--gpu", "h100", "--json"],
     ["recommend", LLAMA_8B, "--num-processes", "8", "--gpu", "h100"],
     ["page", "--help"],
     ["simulate", "pipeline", "--help"],
     ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", LLAMA_8B, "--gpu", "h100"],
     ["simulate", "failures", "--gpus", "16384"],
     ["simulate", "stragglers", "--help"],
-    ["simulate", "stragglers", "--workers", "4", "--steps", "9", "--model", LLAMA_8B, "--gpu", "h100"],
-    ["rehearse", "--help"],
     ["doctor", "--help"],
     ["doctor", "--preset", "zero3_cpu_offload", "--num-processes", "2", LLAMA_8B, "--json"],
-    ["doctor", "--compare", "a.json", "b.json"],
     ["env"],
     ["cluster", "slurm", "--help"],
-    ["cluster", "slurm", "--preset", "zero2", "--nodes", "2", "--", "--max_stepz", "8"],
-    ["lint", str(ROOT / "examples"), str(ROOT / "ds_configs"), "--json"],
     ["convert-config", str(ROOT / "tests" / "fixtures" / "axolotl.yaml")],
 ]
 
 
-@pytest.fixture(scope="module")
-def light_commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EndedCommand]:
+@pytest.mark.parametrize("commands", [LIGHT_COMMANDS, *nightly(OTHER_LIGHT_COMMANDS)], ids=["daily", "others"])
+def test_a_light_command_does_not_import_torch(commands: list[list[str]], tmp_path: Path) -> None:
     """Each of them in a process of its own."""
-    ended = run_forked_commands(LIGHT_COMMANDS, tmp_path_factory.mktemp("commands"))
-    return dict(zip(map(" ".join, LIGHT_COMMANDS), ended, strict=True))
-
-
-@pytest.mark.parametrize("command", map(" ".join, LIGHT_COMMANDS))
-def test_a_light_command_does_not_import_torch(command: str, light_commands: dict[str, EndedCommand]) -> None:
-    ended = light_commands[command]
-    assert b"Traceback" not in ended.err
-    assert "typer" in ended.modules
-    assert not ended.modules & HEAVY
-    assert "--help" not in command or not ended.modules & NOT_FOR_HELP
-    assert not ended.files
+    for command, ended in zip(commands, run_forked_commands(commands, tmp_path), strict=True):
+        assert b"Traceback" not in ended.err, command
+        assert "typer" in ended.modules, command
+        assert not ended.modules & HEAVY, command
+        assert "--help" not in command or not ended.modules & NOT_FOR_HELP, command
+        assert not ended.files, command
 
 
 def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from command_line import run_command
-from launching import ROOT
+from launching import ROOT, nightly
 from loaded_modules import run_forked_commands
 
 from toolkit.entry_point import exit_code_of
@@ -123,7 +123,7 @@ def test_an_error_keeps_its_hint_between_processes() -> None:
 # -- streams
 
 
-@pytest.mark.parametrize("command", ["version", "json", "help", "presets"])
+@pytest.mark.parametrize("command", ["json", *nightly("version", "help", "presets")])
 def test_a_full_disk_as_stdout_is_two_lines(command: str) -> None:
     """A short and a long print, click's help, and a table."""
     ended = run(">/dev/full", "-m", "toolkit", *COMMANDS[command])
@@ -132,7 +132,7 @@ def test_a_full_disk_as_stdout_is_two_lines(command: str) -> None:
     assert len(ended.stderr.splitlines()) == 2
 
 
-@pytest.mark.parametrize("command", ["version", "json", "plan"])
+@pytest.mark.parametrize("command", ["plan", *nightly("version", "json")])
 def test_a_reader_that_has_seen_enough_ends_the_command_quietly(command: str) -> None:
     ended = run("> >(exec <&-)", "-m", "toolkit", *COMMANDS[command])
     assert ended.returncode in (0, 1)  # whether the reader is gone by then is a race
@@ -154,7 +154,7 @@ def test_a_closed_stdout_is_not_the_next_file_that_is_opened(tmp_path: Path) -> 
     "environment",
     [
         {"HOME": "/proc/none", "XDG_CACHE_HOME": "", "TOOLKIT_CACHE": "", "TMPDIR": "/none", "COLUMNS": "1"},
-        {"COLUMNS": "wide", "TERM": "none", "TZ": "Nowhere/Land"},
+        *nightly({"COLUMNS": "wide", "TERM": "none", "TZ": "Nowhere/Land"}),
     ],
     ids=str,
 )
@@ -209,7 +209,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("module", ["toolkit.cli.program", "typer", "toolkit.plan.recommend"])
+@pytest.mark.parametrize("module", ["typer", *nightly("toolkit.cli.program", "toolkit.plan.recommend")])
 def test_ctrl_c_is_one_line_also_during_imports(module: str) -> None:
     ended = run("", "-c", INTERRUPT_AT, module, *COMMANDS["recommend"])
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "stopped\n")

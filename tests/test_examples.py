@@ -214,6 +214,7 @@ def run_script(name: str, preset: str, model: Path, output: Path, *options: str,
     return output / "checkpoint-2"
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_trainer_script_of_ones_own_trains_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("own_trainer.py", "zero3", tiny_model, tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_command
 from launching import ROOT
 
 from toolkit import mcp_server
@@ -35,27 +36,21 @@ def ask(*calls: tuple[str, dict[str, Any]]) -> tuple[set[str], list[Any]]:
     return asyncio.run(session())
 
 
-def printed(*words: str) -> Any:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "toolkit", *words, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, env=environment).stdout)
-
-
 @needs_mcp
-def test_each_tool_returns_what_its_command_prints(tmp_path: Path) -> None:
+def test_each_tool_returns_what_its_command_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "no_such_key": 1}))
     names, answers = ask(
         ("presets", {}),
         ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
-        ("recommend", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
         ("lint", {"paths": [str(tmp_path)]}),
         ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ["--gpu", "h1000"]}),
         ("report", {"folder": str(tmp_path)}),
     )
     assert names == {tool.__name__ for tool in mcp_server.TOOLS}
     *good, unknown_gpu, no_report = answers
-    expected = [{"presets": printed("presets")}, printed("plan", "Qwen/Qwen3-8B", *ARGUMENTS)]
-    expected += [printed("recommend", "Qwen/Qwen3-8B", *ARGUMENTS), printed("lint", str(tmp_path))]
+    commands = (["presets"], ["plan", "Qwen/Qwen3-8B", *ARGUMENTS], ["lint", tmp_path])
+    presets, *others = (json.loads(run_command([*words, "--json"], capfd)[1]) for words in commands)
+    expected = [{"presets": presets}, *others]
     assert [each.structured_content for each in good] == expected
     assert expected[-1]["findings"]  # the exit code is 1, and the answer is whole
     assert unknown_gpu.is_error

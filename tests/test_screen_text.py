@@ -46,8 +46,16 @@ def screen(*words: str, **environment: str) -> str:
     ("words", "coloured"),
     [
         (["plan", str(LLAMA_8B_CONFIG), *H100, "--method", "dpo", "--parts"], "\x1b[32mfits\x1b[0m"),
-        (["recommend", str(LLAMA_8B_CONFIG), *H100, "--lora-r", "16", "--all"], "\x1b[1muse       ddp"),
-        (["plan", "Qwen/Qwen0-8b", "--gpu", "h1000"], "\x1b[1;31merror\x1b[0m: 'Qwen/Qwen0-8b' is not a folder"),
+        pytest.param(
+            ["recommend", str(LLAMA_8B_CONFIG), *H100, "--lora-r", "16", "--all"],
+            "\x1b[1muse       ddp",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            ["plan", "Qwen/Qwen0-8b", "--gpu", "h1000"],
+            "\x1b[1;31merror\x1b[0m: 'Qwen/Qwen0-8b' is not a folder",
+            marks=pytest.mark.nightly,
+        ),
         (["lint", "faulty.yaml"], ": \x1b[1;31merror\x1b[0m[starts-one-process]"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -10,4 +10,4 @@ import pytest
 
 @pytest.fixture
 def checkpoint(saved_runs: dict[str, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved_runs["zero3"] / "checkpoint-6", tmp_path / "run" / "checkpoint-6"))
+    return Path(shutil.copytree(saved_runs["zero2"] / "checkpoint-6", tmp_path / "run" / "checkpoint-6"))

@@ -51,6 +51,7 @@ def results(finished: Path) -> Results:
     return load_results(finished / "cmp")
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_rows_of_somebodys_script_agree_unless_it_trains_another_problem_or_contradicts_its_preset(
     results: Results,
@@ -64,6 +65,7 @@ def test_rows_of_somebodys_script_agree_unless_it_trains_another_problem_or_cont
     assert (zero2.tokens_per_second or 0) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_trial_ends_with_its_training_and_leaves_nothing_outside_of_its_folder(finished: Path) -> None:
     """The script saves and evaluates in each step, and saves its model into a folder of its own afterwards."""
@@ -79,6 +81,7 @@ def test_a_trial_ends_with_its_training_and_leaves_nothing_outside_of_its_folder
     assert not list(finished.rglob("*.safetensors"))
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_report_names_the_script_its_arguments_and_what_its_trainer_had(finished: Path, results: Results) -> None:
     job = results.job

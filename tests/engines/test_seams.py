@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,24 +15,32 @@ from launching import ROOT
 from toolkit.engines import seams
 from toolkit.errors import ToolkitError
 
-TREES = {path: ast.parse(path.read_text()) for path in (ROOT / "toolkit").rglob("*.py")}
 # Documented although they begin with an underscore, or put there by the toolkit itself.
 PUBLIC = {"_exit", "_replace", "_schema", "_local_scalar_dense", "_input_metadata", "_averaged"}
 NAMED_IN_CALLS = {"getattr", "hasattr", "setattr", "replaced", "delattr"}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in (ROOT / "toolkit").rglob("*.py")}
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def own_names() -> set[str]:
     names = set()
-    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             names.add(node.attr)
     return names
 
@@ -59,12 +69,12 @@ def test_a_name_that_is_gone_is_found() -> None:
 
 def test_every_private_name_of_a_library_has_a_row() -> None:
     known, own = {seam.attribute for seam in seams.SEAMS} | PUBLIC, own_names()
-    found = {name: path for path, tree in TREES.items() for name in private_names(tree, own)}
+    found = {name: path for path, tree in trees().items() for name in private_names(tree, own)}
     assert {name: str(path) for name, path in found.items() if name not in known} == {}
 
 
 def test_every_row_is_used() -> None:
-    text = "".join(path.read_text() for path in TREES if path.name != "seams.py")
+    text = "".join(path.read_text() for path in trees() if path.name != "seams.py")
     words = set(re.findall(r"\w+", text))
     unused = [seam.name for seam in seams.SEAMS if seam.attribute not in words]
     assert [name for name in unused if name.rpartition(".")[2] not in seams.OBSERVED_METHODS] == []

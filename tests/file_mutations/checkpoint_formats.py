@@ -53,7 +53,7 @@ CHECKPOINT_FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "optimizer.pt": (("optimizer.pt", "scheduler.pt", "rng_state_*.pth"), ("ddp",), 6),
     "DeepSpeed states": (("*_states.pt",), ("zero2", "zero3", "zero3-lora"), 4),
     "DCP metadata": ((".metadata",), ("fsdp2", "fsdp2-lora"), 6),
-    "DCP shards": (("*.distcp",), ("fsdp2-lora",), 2),
+    "DCP shards": (("*.distcp",), ("fsdp2", "fsdp2-lora"), 2),
 }
 
 

@@ -53,13 +53,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", WIDE),
     "stablelm": ("stablelm", WIDE | {"num_key_value_heads": 4}),
 }
-REPRESENTATIVE = ("llama",)  # counting takes 5 to 15 s each
 
 
+@pytest.mark.nightly  # counting takes 5 to 15 s each
 @pytest.mark.filterwarnings("ignore")  # of transformers and peft, for people who train
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.nightly) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
     """Under bf16 and autocast, full and LoRA of two ranks, with every mask that the model has."""
     from toolkit.models.count_from_transformers import RANKS, count_activations

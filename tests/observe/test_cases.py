@@ -56,10 +56,10 @@ VERIFIED = [
     *("prompt_tuning", "split_batches", "unused", "workers", "eval_loop_after", "eval_fixed"),
 ]
 QUICK = [
-    Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1),
 ]
 NIGHTLY = [
+    Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
     Case("peek_batch"),
     Case("collator_attr", says=("p = 1.0 is it mine: True",)),
     Case("train_twice", trainings=3, says=("SCRIPT DONE Trainer True",)),

@@ -93,7 +93,7 @@ def test_the_last_evaluation_ends_early_and_the_run_completes(job: list[str], tm
     assert (out / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("preset", ["zero2", *nightly("ddp", "fsdp2")])
+@pytest.mark.parametrize("preset", nightly("zero2", "ddp", "fsdp2"))
 def test_a_save_in_progress_is_completed_and_not_repeated(preset: str, job: list[str], tmp_path: Path) -> None:
     out, words = tmp_path / "out", [*job, "--eval_strategy", "no", *SAVES]
     variables = {"TOOLKIT_SIGNAL": "SIGTERM:2:checksums:1"}

@@ -41,8 +41,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
         yield started
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("command", ["plan", "recommend"])
+DAILY = {("plan", "dpo"), ("plan", "folder"), ("recommend", "qlora"), ("plan", "not a number")}
+ASKED = [(command, name) for name in JOBS for command in ("plan", "recommend")]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in ASKED],
+)
 def test_an_answer_is_what_the_command_prints(
     command: str, name: str, page: ServedPage, capsys: pytest.CaptureFixture[str]
 ) -> None:

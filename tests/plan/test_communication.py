@@ -56,7 +56,7 @@ def test_each_payload_is_what_a_real_run_sends(preset: str, preset_runs: dict[st
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("preset", "lora_rank"), [nightly("zero2", None), ("fsdp2", 8)])
+@pytest.mark.parametrize(("preset", "lora_rank"), [nightly("zero2", None), nightly("fsdp2", 8)])
 def test_accumulation_and_adapters_send_what_is_planned(
     preset: str, lora_rank: int | None, words: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:

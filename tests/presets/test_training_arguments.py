@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Calla
 
 # Each engine, its offload, and a mesh; the others differ from these in values that a file alone holds.
 @pytest.mark.launch
-@pytest.mark.parametrize("preset", ["ddp", *nightly("fsdp2_hybrid", "zero3_cpu_offload", "fsdp2_cpu_offload")])
+@pytest.mark.parametrize("preset", nightly("ddp", "fsdp2_hybrid", "zero3_cpu_offload", "fsdp2_cpu_offload"))
 def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
     preset: str, trained: Callable[..., Path], preset_runs: dict[str, Path]
 ) -> None:

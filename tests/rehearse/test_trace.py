@@ -48,6 +48,7 @@ def test_fake_tensors_count_the_logits_and_their_copies(traces: dict[str, dict[s
     assert peaks["forward"]["total_bytes"] == sum(peaks["forward"]["parts"].values())
 
 
+@pytest.mark.nightly
 def test_fake_tensors_count_what_waits_between_accumulation_steps(traces: dict[str, dict[str, Any]]) -> None:
     """The bf16 gradients of all parameters, or a quarter of them in fp32."""
     peaks = {name: traced["peaks"] for name, traced in traces.items()}

@@ -54,6 +54,7 @@ def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
     return [*words, "--max_steps", "1", "--save_strategy", "no", "--save_model", "false", "--output_dir"]
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_deepspeed_preset_is_launched_from_any_working_directory(job: list[str], tmp_path: Path) -> None:
     ended = accelerate_launch(Path(ZERO2), *job, "run", cwd=tmp_path)

@@ -11,7 +11,7 @@ from split_runs import losses_and_norms
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("accumulation_steps", ["2", *nightly("1")])
+@pytest.mark.parametrize("accumulation_steps", nightly("2", "1"))
 def test_gradients_are_views_of_ddps_buckets_and_the_run_is_the_same(
     accumulation_steps: str, tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,8 +74,10 @@ def test_a_run_ends_with_what_to_do_next(start: Start, adapter_folder: Path) -> 
     assert "--merge-lora" not in (start("ddp") / "train.log").read_text()
 
 
-def test_a_card_that_somebody_wrote_or_edited_is_kept_and_ours_is_replaced(start: Start) -> None:
-    folder = RunFolder(start("ddp"))
+def test_a_card_that_somebody_wrote_or_edited_is_kept_and_ours_is_replaced(
+    adapter_folder: Path, tmp_path: Path
+) -> None:
+    folder = RunFolder(Path(shutil.copytree(adapter_folder, tmp_path / "run")))
     card = folder.path / "README.md"
     ours = card.read_text()
     card.write_text(ours + "\nUse it with care.\n")

@@ -17,6 +17,7 @@ from toolkit.tune.field import YOURS
 from toolkit.tune.options import PARTS, TuneOptions
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_search_ends_with_its_budget_resumes_and_names_the_command_to_copy(
     tmp_path: Path, tiny_model: Path, faq_alpaca: Path

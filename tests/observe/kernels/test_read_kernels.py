@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SCRIPTS, cpu_environment, nightly, read
+from launching import SCRIPTS, cpu_environment, nightly, read, run_warm
 
 from toolkit.observe.kernels import read_kernels
 from toolkit.observe.kernels.packed_documents import boundary
@@ -52,7 +51,7 @@ QUICK = (*("flash_attention_that_falls_back", "one_block_not_checkpointed", "pac
 
 def run_cases(folder: Path, names: tuple[str, ...]) -> Path:
     command = [sys.executable, str(SCRIPTS / "kernel_cases.py"), str(folder), *names]
-    ended = subprocess.run(command, env=cpu_environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run_warm(command, cpu_environment())
     assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
 

@@ -49,6 +49,7 @@ def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sha
     assert resumed == {key: [values[index] for index in later] for key, values in whole.items()}
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -151,6 +151,7 @@ def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: 
             verify_packing(live(model, tokenizer))
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_packed_run_counts_each_supervised_token_once(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
