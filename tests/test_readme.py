@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
 sys.path += [str(Path(__file__).with_name(name)) for name in ("support", "warm_starts")]  # run as a program
 from launching import ROOT, cpu_environment, nightly, run_bash
@@ -31,7 +30,7 @@ from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
 
-from toolkit.cli.program import app
+from toolkit.cli.program import program
 from toolkit.job.argument_reading import read_arguments, read_config_file
 from toolkit.presets import preset_names
 from toolkit.record.folder import read_json
@@ -177,10 +176,9 @@ def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)  # the example's path is relative to it
     commands = toolkit_commands()
     assert {words[1] for _, words in commands} >= {"train", "compare", "rehearse", "report"}
-    program = typer.main.get_command(app)
     for page, (_, name, *words) in commands:
         options, _, training = f" {shlex.join(words)}".partition(" -- ")
-        command, given = program.commands[name], shlex.split(options)  # type: ignore[attr-defined]
+        command, given = program().commands[name], shlex.split(options)
         while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
             command = command.commands[given.pop(0)]
         context = command.make_context(name, given)

@@ -19,12 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer.testing import CliRunner
 
 import toolkit
 import toolkit.presets
-from toolkit.cli.program import app
+from toolkit.cli.program import app, program
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
 from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, Run, Timeline, TimelineRank
@@ -340,10 +339,9 @@ def commands() -> str:
 
     What all commands of a group have is listed with the group. What several others have is listed once, at the end.
     """
-    program: Any = typer.main.get_command(app)
     groups: list[tuple[str, Any]] = []
     alone: list[tuple[str, Any]] = []
-    for name, command in program.commands.items():
+    for name, command in program().commands.items():
         (groups if hasattr(command, "commands") else alone).append((f"toolkit {name}", command))
     below = {name: [(f"{name} {word}", each) for word, each in group.commands.items()] for name, group in groups}
     in_group = {name: _common([_records(*each) for each in each_below]) for name, each_below in below.items()}
@@ -352,7 +350,7 @@ def commands() -> str:
     left = [[record for record in _records(*each) if record not in listed] for each, listed in leaves.items()]
     shared = _most_common([record for records in [*in_group.values(), *left] for record in records])
     sections = []
-    for name, command in program.commands.items():
+    for name, command in program().commands.items():
         name = f"toolkit {name}"
         if name not in below:
             sections.append(_section(name, command, [], shared))

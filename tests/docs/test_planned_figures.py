@@ -7,18 +7,19 @@ A page has a block `<!-- planned: NAME -->` up to `<!-- /NAME -->`. To write the
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from toolkit.cli.program import app
+from toolkit.cli.program import main
 from toolkit.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,13 +32,21 @@ Steps = dict[str, str]
 """Rows of a table: what is changed, and the options of `toolkit plan` for it."""
 
 
+def run(*words: str) -> tuple[int, str, str]:
+    """Return exit code and both streams of a command, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
 @cache
 def answer(command: str) -> Any:
     """Return what a `toolkit ... --json` command prints, with the model's config.json in place of its hub id."""
     words = [str(MODEL_CONFIG) if word == MODEL else word for word in shlex.split(command)[1:]]
-    result = CliRunner().invoke(app, [*words, "--json"])
-    assert result.exit_code == 0, f"{command}: {result.output}"
-    return json.loads(result.stdout)
+    code, out, err = run(*words, "--json")
+    assert code == 0, f"{command}: {err}"
+    return json.loads(out)
 
 
 def plans(options: str) -> list[dict[str, Any]]:

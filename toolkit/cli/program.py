@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -100,6 +101,12 @@ for heading, commands in SECTIONS.items():
             app.command(rich_help_panel=heading)(command)
 
 
+@cache
+def program() -> Any:
+    """Return the group of all commands, made once: Typer makes all of them again whenever its app is called."""
+    return typer.main.get_command(app)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; errors are printed in two lines, without a traceback."""
     sys.exit(exit_code_of(lambda: _run_command(sys.argv[1:] if argv is None else argv)))
@@ -119,7 +126,7 @@ def _run_command(argv: list[str]) -> int | None:
         print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
-        code: int | None = app(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
+        code: int | None = program()(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         _print_usage_error(error)
         return EXIT_INVALID_INPUT
