@@ -45,7 +45,9 @@ def test_help_describes_every_option_and_cuts_none_at_100_columns(
     assert max(map(len, lines)) <= 100
     options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
     assert [option for option in options if not any(option in line.split() for line in lines)] == []
-    assert not [line for line in lines if line.endswith("-") and line.split()[-1].startswith("--")], "a flag is broken in half"
+    assert not [line for line in lines if line.endswith("-") and line.split()[-1].startswith("--")], (
+        "a flag is broken in half"
+    )
 
 
 @pytest.mark.launch
