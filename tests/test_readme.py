@@ -262,9 +262,18 @@ def test_every_relative_link_resolves(page: Path) -> None:
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in target]
     for target in targets:
         path, _, section = target.partition("#")
-        assert (page.parent / path).exists(), f"{page.name} links to {target}"
-        if not path:
-            assert section in {heading_id(line) for line in page.read_text().splitlines() if line.startswith("#")}
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not section or linked.suffix != ".md" or section in anchors(linked), f"{page.name} links to {target}"
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Return the ids of a page's headings and of its HTML."""
+    text = page.read_text()
+    headings = [heading_id(line) for line in FENCE.sub("", text).splitlines() if line.startswith("#")]
+    again = {f"{each}_{headings.count(each) - 1}" for each in headings if headings.count(each) > 1}
+    return {*headings, *again, *re.findall(r'id="([^"]+)"', text)}
 
 
 def heading_id(line: str) -> str:

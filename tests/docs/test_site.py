@@ -23,6 +23,8 @@ from toolkit.lint.rules import RULES
 from toolkit.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
+# Links and anchors of the pages themselves are in `test_readme.py`; building the site takes 20 s.
+pytestmark = pytest.mark.nightly
 PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md"))
 PAGES += [Path("project/contributing.html"), Path("project/changelog.html")]
 # Pages with the widest tables and listings.
@@ -183,7 +185,6 @@ SHOW_ARTICLE = """async (article) => {
 }"""
 
 
-@pytest.mark.nightly
 @pytest.mark.browser
 def test_every_article_fits_a_phone(browser: Browser, site: Path) -> None:
     with open_page(browser, site / WIDEST[0], PHONE) as opened:
@@ -194,7 +195,6 @@ def test_every_article_fits_a_phone(browser: Browser, site: Path) -> None:
                 assert (opened.errors, opened.external_requests, opened.overflow()) == ([], [], []), page
 
 
-@pytest.mark.nightly
 @pytest.mark.browser
 def test_the_search_of_a_site_opened_from_disk_finds_a_page(browser: Browser, site: Path) -> None:
     with open_page(browser, site / "index.html") as opened:

@@ -148,6 +148,7 @@ def start(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> Iterator[Starte
     starter.end()
 
 
+@pytest.mark.nightly
 def test_a_lone_rank_that_a_signal_ended_is_named(start: Starter) -> None:
     """It has no launcher that could report it."""
     run = start(options=("--num-processes", "1"), preset="single")
@@ -269,6 +270,7 @@ def test_a_stopped_rank_is_distinguished_from_the_one_that_waits_for_it(start: S
     assert stopped.is_gone
 
 
+@pytest.mark.nightly
 def test_a_folder_in_use_is_refused_and_its_run_continues_until_sigterm_saves_it(start: Starter) -> None:
     first = start("--save_strategy", "steps", "--save_steps", "50000", plain=True, preset="zero2")
     first.until_step(1)

@@ -163,6 +163,7 @@ def launched(
     return run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_parameter_that_the_trainers_own_optimizer_leaves_out_is_no_choice_of_the_script(tmp_path: Path) -> None:
     ended = launched(tmp_path, "forgets", preset="ddp")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fork_server import SERVER_VARIABLE, fork_process
 from heartbeats import pulse
+from launching import cpu_environment
 
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.observe import observed_run
@@ -57,6 +59,7 @@ def test_a_rank_of_an_attempt_that_was_replaced_writes_no_failure(tmp_path: Path
     assert folder.failure_json.exists()
 
 
+@pytest.mark.launch
 def test_lines_of_both_streams_keep_their_order_on_one_terminal_and_in_the_log(tmp_path: Path) -> None:
     lines = [f"line {number} on {stream}" for number in range(200) for stream in ("stdout", "stderr")]
     program = (
@@ -65,6 +68,10 @@ def test_lines_of_both_streams_keep_their_order_on_one_terminal_and_in_the_log(t
         "for n in range(200):\n"
         "    for name in ('stdout', 'stderr'): print(f'line {n} on {name}', file=getattr(sys, name), flush=True)\n"
     )
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True).stdout
-    assert printed.decode().splitlines() == (tmp_path / "train.log").read_text().splitlines() == lines
+    (tmp_path / "prints.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "prints.py")]
+    with (tmp_path / "printed").open("w") as file, contextlib.chdir(tmp_path):
+        streams = {"stdout": file.fileno(), "stderr": file.fileno()}
+        process = fork_process(os.environ[SERVER_VARIABLE], command, environment=cpu_environment(), **streams)
+        assert process.wait(300) == 0
+    assert (tmp_path / "printed").read_text().splitlines() == (tmp_path / "train.log").read_text().splitlines() == lines

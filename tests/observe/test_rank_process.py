@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, SCRIPTS, accelerate_launch, preset_job, read
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, preset_job, read, run_warm
 
 from toolkit import installation
 from toolkit.observe.failure_report import report_failure
@@ -70,8 +70,9 @@ print(FileBaton.wait is once, once.__module__)
 """
 
 
-def test_a_rank_that_is_forked_from_a_prepared_process_reports_a_wait_once() -> None:
-    printed = subprocess.run([sys.executable, "-c", WRAPPED], cwd=ROOT, capture_output=True, text=True)
+def test_a_rank_that_is_forked_from_a_prepared_process_reports_a_wait_once(tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text(WRAPPED)
+    printed = run_warm([sys.executable, str(tmp_path / "prepare.py")], cpu_environment())
     assert printed.stdout.split() == ["True", "toolkit.observe.rank_process"], printed.stderr
 
 
