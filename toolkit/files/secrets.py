@@ -87,6 +87,11 @@ def _named_secrets(content: Any) -> set[str]:
     return secrets
 
 
+@functools.lru_cache(maxsize=1)
+def _environment_secrets(environment: tuple[tuple[str, str], ...]) -> set[str]:
+    return _named_secrets(dict(environment))
+
+
 def remember_secrets(arguments: Mapping[str, Any]) -> None:
     """Let `hide_secrets` replace the secrets among these arguments from now on, wherever they occur."""
     _remembered.update(_named_secrets(arguments))
@@ -97,7 +102,7 @@ def hide_secrets(value: Any, *, known: Iterable[str] = ()) -> Any:
 
     Those are values of the environment and of this process's arguments, whatever looks like a secret, and `known`.
     """
-    pattern = _pattern(frozenset({*known, *_remembered, *_named_secrets(os.environ)}))
+    pattern = _pattern(frozenset({*known, *_remembered, *_environment_secrets(tuple(os.environ.items()))}))
 
     def hidden(_: str, item: Any) -> Any:
         return _SHAPES.sub(HIDDEN, pattern.sub(HIDDEN, item)) if isinstance(item, str) else item
