@@ -20,8 +20,8 @@ from warm_popen import fork_runs
 CLUSTER = "tests/cluster/"
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
-    *("tests/docs/test_site.py", "tests/page/test_page_in_a_browser.py", "tests/models/test_activations.py"),
-    *("tests/models/test_read_model.py", "tests/test_architecture.py", "tests/test_readme.py"),
+    *("tests/test_readme.py", "tests/test_architecture.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
+    *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py"),
 )
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -84,7 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
     if "PYTEST_XDIST_WORKER" in os.environ:  # the longest files first, so that no worker waits for them at the end
-        launching = Counter(item.path for item in items if item.get_closest_marker("launch"))
+        run = [item for item in items if not item.get_closest_marker("skip")]
+        launching = Counter(item.path for item in run if item.get_closest_marker("launch"))
         first = (CLUSTER, *LONG_FILES)
         items.sort(key=lambda item: (not item.nodeid.startswith(first), -launching[item.path]))
 

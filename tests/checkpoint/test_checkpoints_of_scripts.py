@@ -9,7 +9,6 @@ import torch
 import transformers
 from command_line import exit_code
 from launching import ROOT, SCRIPTS, accelerate_launch
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from toolkit.checkpoint.hf_export import export
@@ -51,6 +50,8 @@ def reloaded(kind: str, folder: Path, base: Path, *, merged: bool = False) -> di
     kind, _, adapter = kind.partition("-")
     made, heads = getattr(transformers, CLASSES[kind]), {"num_labels": 1} if kind == "reward" else {}
     if adapter and not merged:
+        from peft import PeftModel
+
         model = PeftModel.from_pretrained(made.from_pretrained(base, **heads), folder)
         return {name: weight for name, weight in model.state_dict().items() if "lora_" in name or "score.mod" in name}
     model, loading = made.from_pretrained(folder, output_loading_info=True)
@@ -82,6 +83,8 @@ def test_an_exported_checkpoint_has_the_weights_that_the_script_saved_itself(
     assert [each.step for each in inspect_all(tmp_path / "run")] == [2, 1]
     assert [each.state for each in inspect_all(tmp_path / "run")] == ["complete" if options else UNKNOWN] * 2
     if kind.endswith("-lora"):
+        from peft import PeftModel
+
         export(tmp_path / "run", tmp_path / "merged", merge_lora=True)
         merged = reloaded(kind, tmp_path / "merged", tiny_model, merged=True)
         made = getattr(transformers, CLASSES[kind.removesuffix("-lora")])

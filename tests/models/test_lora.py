@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from model_configs import EXPERTS, TINY
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import ToolkitError
@@ -66,6 +65,8 @@ def _kept(tokens: int = 64, **fields: Any) -> tuple[int, int]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128))
+    from peft import LoraConfig, get_peft_model
+
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}

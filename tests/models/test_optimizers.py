@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes.optim
 import pytest
 import torch
 from transformers.training_args import OptimizerNames
@@ -42,6 +41,8 @@ def test_no_planned_name_is_unknown_to_transformers() -> None:
 def test_states_are_those_that_bitsandbytes_makes(optim: str) -> None:
     spec = OPTIMIZERS[optim]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    import bitsandbytes.optim
+
     make: Any = getattr(bitsandbytes.optim, spec.class_name.partition(".")[2])
     optimizer = make(parameters, lr=0.1, optim_bits=8 if "8bit" in optim else 32)
     for index, parameter in enumerate(parameters):

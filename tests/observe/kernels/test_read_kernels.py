@@ -20,7 +20,6 @@ from toolkit.record.kernel_table import AS_ASKED, DIFFERS, SLOWER
 from toolkit.record.reading import RankReading
 
 sys.path.append(str(SCRIPTS))
-import kernel_cases
 
 # Case of `kernel_cases.py` -> the row that names it, what was asked and what ran, the verdict, and words of the row.
 NAMED: dict[str, tuple[str, str | None, str, str, str]] = {
@@ -59,6 +58,8 @@ def run_cases(folder: Path, names: tuple[str, ...]) -> Path:
 @pytest.mark.launch
 @pytest.mark.parametrize("names", [QUICK, *nightly(())])
 def test_each_fault_is_named_and_no_honest_script_is(names: tuple[str, ...], tmp_path: Path) -> None:
+    import kernel_cases
+
     run_cases(tmp_path, names)
     tables = {run.name: read(run / "attestation.json")["kernels"] for run in tmp_path.iterdir()}
     assert tables.keys() == (set(names) or kernel_cases.FAULTS.keys() | kernel_cases.HONEST.keys())
