@@ -84,7 +84,7 @@ def test_a_card_that_somebody_wrote_or_edited_is_kept_and_ours_is_replaced(
     assert "was kept" in write_model_card(folder)
     assert card.read_text().endswith("with care.\n")
     card.write_text("# Mine\n")
-    assert write_model_card(folder) == f"{card} is yours, and was kept"
+    assert write_model_card(folder).startswith(f"{card} is yours, and was kept")
     assert card.read_text() == "# Mine\n"
     card.write_text(ours)
     folder.update_run(finished="2020-01-01T00:00:00")
