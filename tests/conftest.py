@@ -181,6 +181,12 @@ def tiny_model(build_once: BuildOnce, tokenizer: Any, faq_alpaca: Path) -> Path:
     return build_once("models", build) / "tiny-llama"
 
 
+@pytest.fixture(scope="session")
+def tiny_job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
+    """The model, the data and the length of what most tests train."""
+    return ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
+
+
 class LazyRuns(dict[str, Path]):
     """One run folder per name, launched when a test first asks for it."""
 

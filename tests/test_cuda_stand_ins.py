@@ -246,11 +246,8 @@ def test_ranks_with_gpus_make_their_own_group() -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_saves_profiles_and_records_allocations(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
-) -> None:
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "6", "--save_strategy", "steps", "--save_steps", "3"]
+def test_a_run_on_a_gpu_saves_profiles_and_records_allocations(tmp_path: Path, tiny_job: list[str]) -> None:
+    job = [*tiny_job, "--max_steps", "6", "--save_strategy", "steps", "--save_steps", "3"]
     job += ["--profile_steps", "4:5", "--memory_snapshot", "true", "--output_dir", str(tmp_path / "run")]
     ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -31,11 +31,8 @@ def test_one_line_starts_the_script_on_all_nodes(tmp_path: Path, capsys: pytest.
 @pytest.mark.launch
 @pytest.mark.nightly
 @pytest.mark.cold_start
-def test_two_nodes_train_one_run(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    training += ["--max_steps", "2", "--per_device_train_batch_size", "1", "--save_strategy", "no"]
+def test_two_nodes_train_one_run(tmp_path: Path, tiny_job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    training = [*tiny_job, "--max_steps", "2", "--per_device_train_batch_size", "1", "--save_strategy", "no"]
     training += ["--output_dir", str(tmp_path / "out")]
     options = ["--nodes", "2", "--gpus-per-node", "1", "--cpu", *HOSTS, "--output", str(tmp_path / "job.sh")]
     options += ["--setup", f"cd {ROOT}"]

@@ -24,15 +24,14 @@ P = 336_192  # parameters of the tiny Llama
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_job: list[str]) -> Path:
     """ddp and zero2 twice each, a variant that fails and a preset without CPU support; killed and interrupted."""
     folder = tmp_path_factory.mktemp("comparison") / "cmp"
     options = ["--preset", "ddp", "--preset", "zero2", "--preset", "zeropp", "--repeats", "2", "--num-processes", "2"]
     options += ["--variant", "broken=ddp --lora_r 4 --lora_config layers_to_transform=99", "--target-interval", "0.9"]
     options += ["--order-seed", "6"]  # in this order: ddp, zero2, broken, ddp, broken, zero2
     options += ["--profile", "--measure-save", "--price-per-gpu-hour", "2", "--cpu", "--resume"]
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "30", "--per_device_train_batch_size", "2"]
+    job = [*tiny_job, "--max_steps", "30", "--per_device_train_batch_size", "2"]
     command = ["compare", "--output", str(folder), *options, "--", *job]
     run_until(command, signal.SIGKILL, lambda: len(ledger_lines(folder)) == 1)
     reported = toolkit("report", str(folder))

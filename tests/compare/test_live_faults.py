@@ -24,13 +24,12 @@ FAULTS = {
 @pytest.mark.launch
 @pytest.mark.nightly
 def test_an_injected_fault_fails_its_own_check_and_has_no_speed_and_a_trial_without_one_passes_all(
-    tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+    tmp_path: Path, tiny_job: list[str]
 ) -> None:
     """`ddp` is compared with itself and with three faults, one trial each."""
     variants = [word for name in FAULTS for word in ("--variant", f"{name}=ddp")]
     options = ["--preset", "ddp", *variants, "--num-processes", "2", "--repeats", "1", "--target-interval", "0"]
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+    job = [*tiny_job, "--max_steps", "8", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
     argv = [sys.executable, "-m", "toolkit", "compare", *options, "--cpu", "--output", str(tmp_path), "--", *job]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)])}
     subprocess.run(argv, env=environment, stdout=subprocess.DEVNULL, check=True)

@@ -125,10 +125,9 @@ def test_a_rank_without_a_gpu_to_share_ends_in_two_lines(words: list[str], tmp_p
 @pytest.mark.cold_start  # the fork server sees no device
 @pytest.mark.parametrize("preset", nightly("ddp", "zero3", "fsdp2"))
 def test_ranks_that_are_nodes_of_their_own_train_together_and_show_no_speed(
-    preset: str, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+    preset: str, tmp_path: Path, tiny_job: list[str]
 ) -> None:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--per_device_train_batch_size", "2", "--max_steps", "4", "--output_dir", str(tmp_path / "run")]
+    words = [*tiny_job, "--per_device_train_batch_size", "2", "--max_steps", "4", "--output_dir", str(tmp_path / "run")]
     variables = {"CUDA_VISIBLE_DEVICES": "0", "TOOLKIT_RANKS_PER_GPU": "2"}
     ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, variables=variables, cold=True)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -40,10 +40,9 @@ def on_cpu(preset: str, model: Path, world_size: int, job: PlannedJob = ACCUMULA
 
 
 @pytest.fixture
-def words(tiny_model: Path, faq_alpaca: Path, tmp_path: Path) -> list[str]:
+def words(tiny_job: list[str], tmp_path: Path) -> list[str]:
     """Two steps of two accumulation steps."""
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "2", "--gradient_accumulation_steps", "2", "--save_strategy", "no"]
+    words = [*tiny_job, "--max_steps", "2", "--gradient_accumulation_steps", "2", "--save_strategy", "no"]
     return [*words, "--save_model", "false", "--output_dir", str(tmp_path / "run")]
 
 

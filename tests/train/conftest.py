@@ -15,14 +15,13 @@ Start = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Start:
+def start(tmp_path_factory: pytest.TempPathFactory, tiny_job: list[str]) -> Start:
     """Return a function that trains three steps under a preset, once with the same words; it returns the run folder."""
 
     @cache
     def run(preset: str, *words: str, gpu: bool = False, **options: Any) -> Path:
         folder = tmp_path_factory.mktemp("run") / preset
-        job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-        job += ["--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+        job = [*tiny_job, "--max_steps", "3", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
         job += ["--save_strategy", "no", "--output_dir", str(folder), *words]
         if gpu:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -49,9 +49,8 @@ def test_preset_and_sizes_are_the_launchers(options: list[str], preset: str | No
 
 
 @pytest.fixture
-def job(tiny_model: Path, faq_alpaca: Path) -> list[str]:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    return [*words, "--max_steps", "1", "--save_strategy", "no", "--save_model", "false", "--output_dir"]
+def job(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "1", "--save_strategy", "no", "--save_model", "false", "--output_dir"]
 
 
 @pytest.mark.nightly

@@ -131,11 +131,10 @@ def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expe
     ],
 )
 def test_without_the_rules_an_unsupported_optimizer_fails(
-    preset: str, optim: str, error: str, tmp_path: Path, tiny_model: Path, faq_alpaca: Path
+    preset: str, optim: str, error: str, tmp_path: Path, tiny_job: list[str]
 ) -> None:
     config, out = ROOT / "accelerate_configs" / f"{preset}.yaml", tmp_path / "out"
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    words += ["--max_steps", "4", "--optim", optim, "--output_dir", str(out)]
+    words = [*tiny_job, "--max_steps", "4", "--optim", optim, "--output_dir", str(out)]
     ended = accelerate_launch(config, *words, script="unsupported_optimizer")
     assert ended.returncode != 0
     assert error in ended.stderr

@@ -11,9 +11,8 @@ pytestmark = pytest.mark.launch
 
 
 @pytest.fixture
-def words(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> list[str]:
-    words = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    return [*words, "--max_steps", "2", "--per_device_train_batch_size", "1", "--output_dir", str(tmp_path / "out")]
+def words(tmp_path: Path, tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "2", "--per_device_train_batch_size", "1", "--output_dir", str(tmp_path / "out")]
 
 
 @pytest.mark.nightly
