@@ -124,6 +124,7 @@ def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -
         assert text.count(TRACEBACK) <= alone.stderr.count(TRACEBACK)
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_model_in_bf16_is_refused_before_its_first_step_unless_it_is_allowed(tmp_path: Path) -> None:
     refused = launch("bf16_model", tmp_path / "out", run=tmp_path / "run")

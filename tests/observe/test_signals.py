@@ -129,7 +129,7 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("moment", ["tokenising", *nightly("compiling", "loading the model", "the first batch")])
+@pytest.mark.parametrize("moment", nightly("tokenising", "compiling", "loading the model", "the first batch"))
 def test_before_a_step_is_finished_the_run_ends_at_once(moment: str, job: list[str], tmp_path: Path) -> None:
     out, (function, *places) = tmp_path / "out", BEFORE[moment]
     more = ["--torch_compile", "true"] if moment == "compiling" else []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import nightly
 
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow
@@ -96,7 +97,7 @@ def test_recorded_losses_of_single_rows_are_no_sign_unless_the_rate_was_far_too_
     assert (all_weights, lora) == ((4.461, 8.314), (4.461, 12.084))
 
 
-@pytest.mark.parametrize("steps", [14, 30, 50, 200])
+@pytest.mark.parametrize("steps", [14, 30, *nightly(50, 200)])
 def test_fewer_than_one_of_200_stationary_runs_is_called_and_growth_by_five_is(steps: int) -> None:
     """Medians of five steps called 15 of 100 such runs with a spread of 0.5, and 25 of 100 with one of 0.8."""
     drawn, half = random.Random(steps), steps // 2
