@@ -116,6 +116,8 @@ def test_dora_is_planned_with_what_peft_trains_and_saves() -> None:
 @pytest.mark.parametrize(("columns", "rows"), [(512, 128), (128, 512), (256, 256), (384, 640), (1024, 32)])
 def test_the_norms_of_dora_take_what_is_planned_and_free_it(columns: int, rows: int) -> None:
     """The peak of a forward pass of one token, where the norms are all that counts."""
+    from peft import LoraConfig, get_peft_model
+
     model = get_peft_model(
         torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False)).bfloat16(),
         LoraConfig(r=2, target_modules=["0"], use_dora=True), autocast_adapter_dtype=False,
