@@ -170,7 +170,7 @@ def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "  parallel: [dp_shard, sp]\n")
     reason = unsupported(load_preset(str(path)), Job(sp=2), world_size=2)
     assert reason is not None
-    assert reason.message.startswith("preset 'mine' makes gradients sp times too large: below stage 3 DeepSpeed sums")
+    assert reason.message.startswith("preset 'mine' makes gradients sp times too large: below stage 3 ZeRO sums")
     assert unsupported(load_preset("ulysses"), Job(sp=2), world_size=2) is None
 
 
