@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
 from toolkit.models import read_model as reading
 from toolkit.models.families import COUNTED, family_count
-from toolkit.models.read_model import bundled_models, config_path, known_models, read_model
+from toolkit.models.read_model import _say_once, bundled_models, config_path, known_models, read_model
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_table import PlanAnswer, summary
 from toolkit.plan.planner import make_plans, plan_request
@@ -229,6 +229,15 @@ def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> 
     line = summary(PlanAnswer(request=request, plans=make_plans(request)))
     assert line.startswith("fits on")
     assert "(margin: activations estimated as Llama's)" in line
+
+
+def test_the_plan_of_an_embedding_model_says_that_it_is_one_of_a_language_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _say_once.cache_clear()
+    for name in ("Qwen/Qwen3-Embedding-8B", "Qwen3-8B"):
+        assert config_path(name).exists()
+    assert capsys.readouterr().err.startswith("Qwen/Qwen3-Embedding-8B: planned as a language model")
 
 
 def test_a_known_model_needs_no_owner() -> None:

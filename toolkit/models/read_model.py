@@ -303,6 +303,10 @@ def config_path(model: str, *, known: bool = True) -> Path:
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     name = hub_id(model)
     if known and name in known_models():
+        if re.search(WORDS_OF_KIND["an embedding model"], name.lower()):
+            _say_once(
+                f"{model}: planned as a language model, with head and logits; a loss of embeddings is not planned"
+            )
         return known_models()[name]
     if known and (twin := same_shape(name)):
         in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
