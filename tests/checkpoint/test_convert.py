@@ -115,7 +115,7 @@ def test_the_schedule_of_an_adapter_has_as_many_rates_as_the_optimizer_will_have
         assert after[name] == before[name][:1] * groups
     assert after["last_epoch"] == before["last_epoch"] == 6
     if preset == "zero2":  # which only DeepSpeed reads: it is not called damaged
-        with pytest.raises(ToolkitError, match="was converted for a DeepSpeed preset") as refused:
+        with pytest.raises(ToolkitError, match="was converted for a preset of ZeRO") as refused:
             verify(tmp_path / "converted")
         assert "the checkpoint that it was converted from" in str(refused.value.hint)
 
