@@ -53,7 +53,8 @@ FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
-    """Suggest the nearest known key; the edit renames to it, unless that key is already present."""
+    """Suggest the block that the key belongs in, or the nearest known key; the edit renames to it, unless that key is
+    already present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
@@ -61,8 +62,13 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
-    otherwise = "a JSON, that `deepspeed_config_file` names" if block == "deepspeed_config" else "remove it"
-    fix = f"`{close}`" if is_free else otherwise if name in DEEPSPEED_BLOCKS[""] else "remove it"
+    fix = f"`{close}`" if is_free else "remove it"
+    blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
+    homes = [] if block else [each for each, keys in blocks.items() if name in keys]
+    if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
+        fix, fits = f"move it into `{homes[0]}`", False
+    elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
+        fix = "a JSON, that `deepspeed_config_file` names"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
