@@ -12,6 +12,7 @@ from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
     as_int,
+    engine_of,
     fsdp_key,
     fsdp_setting,
     fsdp_version,
@@ -43,8 +44,7 @@ KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "sa
 @rule(ERROR, ACCELERATE, library="accelerate", fix="distributed_type: MULTI_GPU (with use_cpu: true for gloo on CPUs)")
 def starts_one_process(doc: Document) -> Iterator[Match]:
     """`NO`, and `MULTI_CPU` without `mpirun_config`, start a single process, whatever `num_processes` is."""
-    kind, processes = as_enum(doc.get("distributed_type")), as_int(doc.get("num_processes"))
-    kind = "NO" if doc.get("distributed_type") is False else kind
+    kind, processes = engine_of(doc), as_int(doc.get("num_processes"))
     not_distributed = kind == "NO" and (processes or 1) > 1
     if not_distributed or (kind == "MULTI_CPU" and processes != 1 and not doc.block("mpirun_config")):
         count = f"num_processes is {processes}, but" if processes else "any --num_processes is ignored:"
@@ -72,7 +72,7 @@ def unquoted_no(doc: Document) -> Iterator[Match]:
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
-    found = as_enum(doc.get("distributed_type"))
+    found = engine_of(doc)
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
         read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY}
         if read_by_accelerate and found in ENGINES and found != kind:

@@ -70,9 +70,14 @@ def shorten(value: Any) -> str:
 # -- accelerate's configuration
 
 
+def engine_of(doc: Document) -> str:
+    """Return the `distributed_type` in capitals; YAML reads an unquoted `no` as false."""
+    return "NO" if doc.get("distributed_type") is False else as_enum(doc.get("distributed_type"))
+
+
 def is_deepspeed(doc: Document) -> bool:
     """Return True for an accelerate configuration that runs DeepSpeed."""
-    return as_enum(doc.get("distributed_type")) == "DEEPSPEED"
+    return engine_of(doc) == "DEEPSPEED"
 
 
 def fsdp_setting(doc: Document, name: str, default: Any = None) -> Any:
