@@ -486,9 +486,43 @@ def test_a_hostfile_that_is_named_is_chosen(hostfile: str, level: str, tmp_path:
     assert levels(lint(tmp_path, a__sh=text))["--deepspeed_multinode_launcher"] == level
 
 
-@pytest.mark.parametrize(("source", "level"), [("", "warning"), ("rows = settings.starting_rows\n", "note")])
-def test_a_file_of_axolotl_with_settings_that_a_script_reads_has_notes(source: str, level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "levels"), [("", {"warning", "error"}), ("rows = s.starting_rows\n", {"note"})])
+def test_a_file_of_axolotl_with_settings_that_a_script_reads_has_notes(
+    source: str, levels: set[str], tmp_path: Path
+) -> None:
     (tmp_path / "requirements.txt").touch()
     (tmp_path / "evaluate.py").write_text(source)
     text = "base_model: a/b\nsequence_len: 512\nmicro_batch_size: 1\nstarting_rows: 1\nour_limit: 2\nother_share: 3\n"
-    assert {each.level for each in lint(tmp_path, a__yaml=text)} == {level}
+    text += "batch_size: 8\ngradient_accumulation_steps: 2\n"  # which axolotl refuses together
+    assert {each.level for each in lint(tmp_path, a__yaml=text)} == levels
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fix"),
+    [
+        (
+            '{"zero_optimization": {"stage": 2}, "overlap_comm": true}',
+            "overlap_comm",
+            "move it into `zero_optimization`",
+        ),
+        ('{"fp16": {"enabled": true}, "loss_scale": 0, "zero_optimization": {}}', "loss_scale", "move it into `fp16`"),
+        ('{"zero_optimization": {"overlap_comm": true}, "overlap_comm": true}', "overlap_comm", "remove it"),
+        ('{"zero_optimization": {"stage": 2}, "pin_memory": true}', "pin_memory", "remove it"),  # two blocks have it
+        ("distributed_type: DEEPSPEED\nzero_stage: 3\n", "zero_stage", "move it into `deepspeed_config`"),
+    ],
+)
+def test_a_key_outside_of_its_block_is_sent_there(text: str, key: str, fix: str, tmp_path: Path) -> None:
+    name = "a__json" if text.startswith("{") else "a__yaml"
+    assert {each.key: each.fix for each in lint(tmp_path, **{name: text})}[key] == fix
+    assert fixed_text(tmp_path / name.replace("__", ".")) == text
+
+
+def test_a_run_without_another_word_is_its_name(tmp_path: Path) -> None:
+    text = "base_model: a/b\nsequence_len: 512\nmicro_batch_size: 1\nadapter: lora\nwandb_run: first\n"
+    assert {each.key: each.fix for each in lint(tmp_path, a__yaml=text)} == {"wandb_run": "`wandb_name`"}
+
+
+@pytest.mark.parametrize("word", ["NO", "no", '"no"'])
+def test_a_block_of_an_engine_that_is_off_has_no_effect(word: str, tmp_path: Path) -> None:
+    text = f"distributed_type: {word}\ndeepspeed_config:\n  zero_stage: 2\n"
+    assert "block-not-in-force" in [each.rule for each in lint(tmp_path, a__yaml=text)]

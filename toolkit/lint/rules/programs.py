@@ -33,11 +33,11 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
-    strange = [key for key in unknown if schema.replacement(key) is None and key not in schema.renamed]
+    strange = _strange(schema, doc)
     # A file with settings that no version of TRL had is read by a script with dataclasses of its own.
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
-    is_read_here = doc.call is None and any(map(doc.is_read, strange))  # by a script of the project
+    is_read_here = is_read_by_project(doc, program)
     for key in unknown:
         instead = schema.replacement(key)
         if not (program == "trl" and is_command) and doc.is_declared(key):
@@ -60,6 +60,17 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         yield Match(key, message, fix, rename=name if is_free else None, level=level)
+
+
+def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
+    return [key for key in schema.unknown(doc.data) if schema.replacement(key) is None and key not in schema.renamed]
+
+
+def is_read_by_project(doc: Document, program: str) -> bool:
+    """Return True for a file with settings that no version of the program had, one of which the project's code reads:
+    another script may read the others too."""
+    strange = _strange(program_schema(program), doc) if doc.call is None else []
+    return len(strange) > (MOST_STRANGE if program == "axolotl" else 0) and any(map(doc.is_read, strange))
 
 
 def _old_names(doc: Document) -> Iterator[Match]:
