@@ -276,7 +276,10 @@ def test_an_unread_block_matters_where_it_turns_something_on(
         ({"steps_per_print": "auto"}, {}),  # accelerate puts a number there
         ({"steps_per_print": "often"}, {"steps_per_print": "error"}),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
-         {"zero_optimization.offload_optimizer.device": "warning"}),  # accelerate fills in none
+         {"zero_optimization.offload_optimizer.device": "note"}),  # the default, none
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": "auto"}},
+         {"zero_optimization.zero_hpz_partition_size": "note"}),
+        ({"zero_optimization": {"stage": "auto"}}, {"zero_optimization.stage": "warning"}),  # the default, 0
         ({"zero_optimization": True}, {"zero_optimization": "note"}),  # DeepSpeed's old form of stage 1
     ],
 )  # fmt: skip

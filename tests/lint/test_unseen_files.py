@@ -526,3 +526,12 @@ def test_a_run_without_another_word_is_its_name(tmp_path: Path) -> None:
 def test_a_block_of_an_engine_that_is_off_has_no_effect(word: str, tmp_path: Path) -> None:
     text = f"distributed_type: {word}\ndeepspeed_config:\n  zero_stage: 2\n"
     assert "block-not-in-force" in [each.rule for each in lint(tmp_path, a__yaml=text)]
+
+
+@pytest.mark.parametrize("source", ["", "cfg.our_folder", "config['our_folder']"])
+def test_a_setting_beside_deepspeeds_that_a_script_reads_is_a_note(source: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(f"folder = {source}\n")
+    text = '{"zero_optimization": {"stage": 2}, "our_folder": "rows", "our_limit": 3}'
+    found = levels(lint(tmp_path, a__json=text))
+    assert found == {"our_folder": "note" if source else "error", "our_limit": "error"}

@@ -104,7 +104,12 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     known = DEEPSPEED_BLOCKS[""].keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
     for name in doc.data:
         is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
-        if name not in known and not is_dotted and not name.startswith(COMMENT_PREFIXES):
+        if name in known or is_dotted or name.startswith(COMMENT_PREFIXES):
+            continue
+        if doc.is_read(name):  # a script's own file, which passes a part of it to DeepSpeed
+            message = f"`{shorten(name)}` is not DeepSpeed's, which ignores it silently; the project has the name"
+            yield Match(name, message, "remove it, unless your script reads it", level=NOTE)
+        else:
             yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
 
 
@@ -151,8 +156,10 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if kind is None or is_template(value) or key in closed or (key, value) == ("steps_per_print", "auto"):
                 continue  # the last, accelerate puts its own number in place of
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
-                # A script may put a number in the place of `auto`; and DeepSpeed alone takes true for stage 1.
-                level = WARNING if value == "auto" and doc.kind == DEEPSPEED else None
+                # A script may put a number in the place of `auto`, which is the default in a block; and DeepSpeed alone
+                # takes true for stage 1.
+                is_default = block and kind is not STAGE
+                level = (NOTE if is_default else WARNING) if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
                 yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected, level=level)
 
@@ -185,8 +192,7 @@ def unknown_word(doc: Document) -> Iterator[Match]:
         fold = str.upper if table["fold"] == "upper" else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         if value == "auto" and doc.kind == DEEPSPEED:
-            message = "auto: accelerate, and with it the Trainer, puts none in its place; DeepSpeed alone raises"
-            yield Match(place, message, "one of these: " + ", ".join(words), level=WARNING)
+            yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
         elif is_word and fold(str(value)) not in map(fold, words):
             yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))
     if doc.kind != TRAINER:
