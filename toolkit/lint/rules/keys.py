@@ -53,8 +53,7 @@ FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
-    """Suggest the block that the key belongs in, or the nearest known key; the edit renames to it, unless that key is
-    already present."""
+    """Suggest the block of a key, or the nearest known key; the edit renames to it, unless that key is present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
@@ -102,14 +101,12 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
     known = DEEPSPEED_BLOCKS[""].keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
-    for name in doc.data:
+    for name in [each for each in doc.data if each not in known and not each.startswith(COMMENT_PREFIXES)]:
         is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
-        if name in known or is_dotted or name.startswith(COMMENT_PREFIXES):
-            continue
-        if doc.is_read(name):  # a script's own file, which passes a part of it to DeepSpeed
+        if not is_dotted and doc.is_read(name):  # a script's own file, which passes a part of it to DeepSpeed
             message = f"`{shorten(name)}` is not DeepSpeed's, which ignores it silently; the project has the name"
             yield Match(name, message, "remove it, unless your script reads it", level=NOTE)
-        else:
+        elif not is_dotted:
             yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
 
 
@@ -156,10 +153,9 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if kind is None or is_template(value) or key in closed or (key, value) == ("steps_per_print", "auto"):
                 continue  # the last, accelerate puts its own number in place of
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
-                # A script may put a number in the place of `auto`, which is the default in a block; and DeepSpeed alone
-                # takes true for stage 1.
-                is_default = block and kind is not STAGE
-                level = (NOTE if is_default else WARNING) if value == "auto" and doc.kind == DEEPSPEED else None
+                # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
+                of_auto = NOTE if block and kind is not STAGE else WARNING
+                level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
                 yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected, level=level)
 

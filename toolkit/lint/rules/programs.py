@@ -67,8 +67,7 @@ def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
 
 
 def is_read_by_project(doc: Document, program: str) -> bool:
-    """Return True for a file with settings that no version of the program had, one of which the project's code reads:
-    another script may read the others too."""
+    """Return True for a file with settings of no version of the program, one of which the project's own code reads."""
     strange = _strange(program_schema(program), doc) if doc.call is None else []
     return len(strange) > (MOST_STRANGE if program == "axolotl" else 0) and any(map(doc.is_read, strange))
 
