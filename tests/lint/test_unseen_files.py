@@ -535,3 +535,8 @@ def test_a_setting_beside_deepspeeds_that_a_script_reads_is_a_note(source: str, 
     text = '{"zero_optimization": {"stage": 2}, "our_folder": "rows", "our_limit": 3}'
     found = levels(lint(tmp_path, a__json=text))
     assert found == {"our_folder": "note" if source else "error", "our_limit": "error"}
+
+
+@pytest.mark.parametrize(("names", "kind"), [(["num_proceses"], "accelerate"), (["model", "raw_data"], None)])
+def test_a_file_of_a_script_may_have_a_block_named_as_one_of_accelerates(names: list[str], kind: str | None) -> None:
+    assert detect_kind({"deepspeed_config": {"zero_stage": 2}, **dict.fromkeys(names, "a")}) == kind

@@ -565,6 +565,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         return None
     if isinstance(data.get("run"), str) and keys & SKYPILOT_KEYS:
         return SKYPILOT
+    if len(keys & ACCELERATE_BLOCKS[""].keys()) * 2 < len(keys):
+        keys -= {"deepspeed_config"}  # a script's own file may have such a block
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive and not keys & FOREIGN_KEYS:
             return kind

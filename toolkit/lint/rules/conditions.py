@@ -11,8 +11,7 @@ import yaml
 
 from toolkit.lint.document import AXOLOTL, DEEPSPEED, TRAINER_EVIDENCE, Document
 from toolkit.lint.findings import NOTE, LintRule, Match, rule
-from toolkit.lint.rules import settings
-from toolkit.lint.rules.programs import is_read_by_project
+from toolkit.lint.rules import programs, settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.lint.rules.trainer import processes_of
 from toolkit.presets.method_rules import rejects_save_only_model
@@ -129,7 +128,7 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 message = case["message"].replace("{value}", shorten(doc.get(key)))
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
                 level = NOTE if case.get("with_trainer") and settings.trainer_of(doc) is None else level
-                level = NOTE if doc.kind == AXOLOTL and is_read_by_project(doc, "axolotl") else level
+                level = NOTE if doc.kind == AXOLOTL and programs.is_read_by_project(doc, "axolotl") else level
                 remove, value = case.get("remove", False), None if level else case.get("value")
                 yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
 

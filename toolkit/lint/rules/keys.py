@@ -56,6 +56,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     """Suggest the block of a key, or the nearest known key; the edit renames to it, unless that key is present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
+    if doc.kind == DEEPSPEED and not block and doc.is_read(name):  # a script's own file, which passes on a part of it
+        return Match(key, f"`{shorten(name)}` {what}; your script may read it", "remove it, unless it does", level=NOTE)
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
     close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
@@ -101,12 +103,9 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed silently accepts an unknown top-level key, and nothing reads it."""
     known = DEEPSPEED_BLOCKS[""].keys() | MORE_DEEPSPEED_KEYS | set(removed.DEEPSPEED_REMOVED)
-    for name in [each for each in doc.data if each not in known and not each.startswith(COMMENT_PREFIXES)]:
+    for name in doc.data:
         is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
-        if not is_dotted and doc.is_read(name):  # a script's own file, which passes a part of it to DeepSpeed
-            message = f"`{shorten(name)}` is not DeepSpeed's, which ignores it silently; the project has the name"
-            yield Match(name, message, "remove it, unless your script reads it", level=NOTE)
-        elif not is_dotted:
+        if name not in known and not is_dotted and not name.startswith(COMMENT_PREFIXES):
             yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
 
 
