@@ -158,12 +158,13 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.yaml", f"{AXOLOTL}rl: dpo\nrl_beta: 0.3\n", {"method": "dpo", "beta": 0.3, "ref_dtype": "bfloat16"}),
+        ("a.yaml", f"{AXOLOTL}rl: dpo\nrl_beta: 0.3\n", {"method": "dpo", "beta": 0.3, "ref_dtype": None}),
+        ("a.yaml", AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "rl: dpo\n"), {"ref_dtype": "bfloat16"}),
         ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{num_generations: 4, max_completion_length: 100, use_vllm: true}}\n"
          "vllm: {gpu_memory_utilization: 0.5}\n",
          {"method": "grpo", "num_generations": 4, "max_seq_length": 612, "vllm_gpu_memory_utilization": 0.5}),
         ("a.yaml", f"{AXOLOTL}reward_model: true\n", {"method": "reward"}),
-        ("l.yaml", STAGE.replace("STAGE", "dpo") + "pref_beta: 0.2\n", {"method": "dpo", "beta": 0.2, "lora_r": 8}),
+        ("l.yaml", STAGE.replace("STAGE", "dpo") + "pref_beta: 0.2\n", {"beta": 0.2, "lora_r": 8, "ref_dtype": None}),
         ("l.yaml", STAGE.replace("STAGE", "dpo") + "pref_loss: orpo\n", {"method": "orpo", "ref_dtype": None}),
         ("l.yaml", STAGE.replace("STAGE", "rm"), {"method": "reward"}),
         ("l.yaml", STAGE.replace("STAGE", "kto"), {"method": "kto"}),

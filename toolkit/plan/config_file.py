@@ -23,7 +23,7 @@ from toolkit.job.argument_aliases import canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job
-from toolkit.plan.methods import METHODS, SFT
+from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
 
@@ -114,7 +114,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
         found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked", "packing": False}
-        found |= _method_options(source, method)
+        found |= _method_options(source, method, lora=job.lora_r is not None or "lora_r" in given)
         if "max_completion_length" in found and "max_seq_length" not in given:
             prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
             check_type("max_prompt_length", prompt, "int | None")
@@ -408,7 +408,7 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
     return ("full" if planned.loss == "chunked" and conversion.tool in FULL_LOSS_TOOLS else planned.loss), ""
 
 
-def _method_options(source: _Source, method: str) -> dict[str, Any]:
+def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, Any]:
     """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
     program, values = source[:2]
     if program == "axolotl":
@@ -426,6 +426,8 @@ def _method_options(source: _Source, method: str) -> dict[str, Any]:
         found.setdefault("max_completion_length", COMPLETION_TOKENS)
     # The reference has the dtype of the policy's weights, which two of the programs load in bf16.
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
-    if dtype in ("bfloat16", "auto") and program is not None and METHODS[method].beta is not None:
+    found = {name: value for name, value in found.items() if name in METHODS[method].options}
+    has_reference = "ref_dtype" in METHODS[method].options and Method(method=method, **found).has_reference(lora=lora)
+    if dtype in ("bfloat16", "auto") and program is not None and has_reference:
         found["ref_dtype"] = "bfloat16"
-    return {name: value for name, value in found.items() if name in METHODS[method].options}
+    return found
