@@ -23,7 +23,7 @@ from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.method_advice import method_advice
 from toolkit.plan.methods import METHODS, Method, check_generations, check_method, not_planned
 from toolkit.plan.phases import PhaseMemory
-from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_job import PlannedJob, check_planned_job
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB
 
@@ -252,6 +252,12 @@ def test_settings_of_another_method_and_contradictions_are_refused(given: dict[s
     with pytest.raises(ToolkitError) as refused:
         check_method(Method(**given), rows=2, row_tokens=64, lora=False)
     assert refused.value.hint == hint
+
+
+def test_a_loss_of_earlier_trl_is_refused_where_it_changes_nothing() -> None:
+    job = PlannedJob(method=Method(method="reward"), per_device_train_batch_size=2, max_seq_length=64, loss="full")
+    with pytest.raises(ToolkitError, match="reward has a loss of its own"):
+        check_planned_job(job, tiny())
 
 
 def test_kto_needs_two_rows_and_generations_need_whole_groups() -> None:

@@ -40,6 +40,8 @@ from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 from toolkit.units import GIB
 
+# What TRL's trainers of methods, other than the reward model's, computed their losses from.
+EARLIER_LOSSES = {"upcast": "log_softmax", "full": "completions"}
 LOSSES = ("chunked", "full", "fused", "chunked_output", "cut", "upcast", "bf16")
 # Larger values are typing errors: no cluster has so many GPUs.
 LARGEST_DEGREE = 2**10
@@ -159,9 +161,8 @@ class PlannedJob(Job):
         TRL's of 2024 made fp32 logits of all tokens, as LLaMA-Factory's do (0.9, `get_batch_logps`), and those of 2025
         the logits of all that are scored.
         """
-        earlier = {"upcast": "log_softmax", "full": "completions"}
-        if self.loss in earlier and self.method.spec.loss in ("log_probs", "orpo", "simpo"):
-            return earlier[self.loss]
+        if self.loss in EARLIER_LOSSES and self.method.spec.loss != "scores":
+            return EARLIER_LOSSES[self.loss]
         return PROGRAMS[self.numerics.program].method_loss.get(self.method.method, self.method.spec.loss)
 
     @property
@@ -380,7 +381,8 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
             check_size("--" + name.replace("_", "-"), value, LARGEST_DEGREE if limits is None else int(limits.highest))
     rows, is_lora = job.per_device_train_batch_size, job.lora_r is not None
     check_method(job.method, rows=rows, row_tokens=job.tokens_per_row, lora=is_lora)
-    if job.method.method != SFT and (job.packing or job.loss not in ("chunked", "fused", "full", "upcast")):
+    losses = ("chunked", "fused", *(() if job.method.spec.loss == "scores" else EARLIER_LOSSES))
+    if job.method.method != SFT and (job.packing or job.loss not in losses):
         option = "--packing" if job.packing else "--loss"
         raise ToolkitError(
             f"{option} is for --method {SFT}: {job.method.method} has a loss of its own", hint="leave it out"
