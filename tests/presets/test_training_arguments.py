@@ -107,6 +107,14 @@ def test_what_the_preset_decides_and_a_script_without_a_launcher_are_refused() -
     assert error.hint == "`torchrun --nproc_per_node 2 script.py`, or `accelerate launch`"
 
 
+def test_a_changed_copy_of_the_arguments_leaves_the_preset_as_its_file_is() -> None:
+    preset = load_preset("zero3")
+    training_arguments.trainer_arguments(preset, precision="bf16")["deepspeed"]["zero_optimization"]["stage"] = 1
+    assert (
+        training_arguments.trainer_arguments(preset, precision="bf16")["deepspeed"]["zero_optimization"]["stage"] == 3
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "given", "message", "hint"),
     [
