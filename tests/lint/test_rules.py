@@ -58,6 +58,9 @@ CASES = [
          fixed='{\n"zero_optimization": {"stage": 1},\n"gradient_clipping": "auto"}'),
     Case("dotted-key", '{"zero_optimization": {"stage": 3,\n"reduce_bucket_size": 5},\n'
          '"zero_optimization.reduce_bucket_size": 5}', zero(3, reduce_bucket_size=5), 3, "ds.json"),
+    Case("offload-param-below-stage-3",
+         '{"zero_optimization": {"stage": 1, "offload_param":\n{"device": "cpu"}},\n"zero_optimization.stage": 3}',
+         zero(3, offload_param={"device": "cpu"}), 1, "ds.json"),
     Case("wrong-type", f"{DEEPSPEED}  deepspeed_config_file: 5\n", PAIR, 3),
     Case("degrees-differ-from-processes", f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 8\n",
          f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 4\n", 5),

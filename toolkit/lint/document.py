@@ -107,7 +107,7 @@ class Document:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key, or the default where the key is absent."""
-        if key in self.data:
+        if self.start is not None and key in self.data:  # a command names the settings of a block so; no file does
             return self.data[key]
         value: Any = self.data
         for part in key.split("."):
