@@ -540,3 +540,10 @@ def test_a_setting_beside_deepspeeds_that_a_script_reads_is_a_note(source: str, 
 @pytest.mark.parametrize(("names", "kind"), [(["num_proceses"], "accelerate"), (["model", "raw_data"], None)])
 def test_a_file_of_a_script_may_have_a_block_named_as_one_of_accelerates(names: list[str], kind: str | None) -> None:
     assert detect_kind({"deepspeed_config": {"zero_stage": 2}, **dict.fromkeys(names, "a")}) == kind
+
+
+def test_kubernetes_files_without_a_launcher_are_passed_over_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# ours\napiVersion: v1\nkind: ConfigMap\n---\napiVersion: v1\nkind: Service\n")
+    (tmp_path / "b.sh").write_text("torchrun --nproc-per-node 8 train.py\n")
+    result = lint_paths([tmp_path])
+    assert (result.findings, result.unreadable) == ([], [])

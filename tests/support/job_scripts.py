@@ -67,6 +67,7 @@ spec:
   template: {spec: {containers: [{name: a,
     command: [sh, -c, "LAUNCHER train.py"]}]}}
 """
+FLAG = "accelerate launch --num_machines 2 --main_process_ip h --machine_rank $R --multi_gpu true"
 PYTORCH_JOB = """apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 spec:
@@ -234,6 +235,11 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("no-rendezvous", POD.replace("MASTER", ""), POD.replace("MASTER", "--rdzv-endpoint=$(HEAD):29500"), 7, "pod.yaml"),
     ("each-node-alone", INDEXED.replace("LAUNCHER", "torchrun"), INDEXED.replace("LAUNCHER", "torchrun --nnodes 2"), 10,
      "job.yaml"),
+    # an empty document, as of Helm, and a number that its template fills in
+    ("each-node-alone", "---\n# a\n---\n" + INDEXED.replace("LAUNCHER", "torchrun"),
+     "---\n# a\n---\n" + INDEXED.replace("LAUNCHER", "torchrun --nnodes 2"), 13, "job.yaml"),
+    ("flag-with-value", INDEXED.replace("parallelism: 2", 'parallelism: "{{ n }}"').replace("LAUNCHER", FLAG),
+     INDEXED.replace("LAUNCHER", FLAG.replace(" true", "")), 10, "job.yaml"),
     ("each-node-alone", PYTORCH_JOB.replace("LAUNCHER", "accelerate launch"),
      PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 14, "job.yaml"),
     ("flag-with-value", "services:\n  a:\n    command: accelerate launch --multi_gpu true train.py\n",

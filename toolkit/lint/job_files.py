@@ -18,6 +18,7 @@ import yaml
 from toolkit.files.documents import CONFIGURATION, LOADER, check_yaml
 from toolkit.lint.job_script import JobScript, read_script
 
+_KUBERNETES = re.compile(r"^apiVersion[ ]*:", re.MULTILINE)
 _JOB_FILE = re.compile(r"^(?:apiVersion|services|jobs)[ ]*:", re.MULTILINE)
 _COMMANDS = ("entrypoint", "command", "args", "run")  # in the order in which a container joins them
 _SHELL_OPTION = re.compile(r"-\w*c")
@@ -33,9 +34,10 @@ def script_of(text: str) -> JobScript | None:
     with contextlib.suppress(Exception):  # PyYAML raises many kinds; what is no YAML has no commands
         check_yaml(text, "job file", CONFIGURATION)
         for root in yaml.compose_all(text, Loader=LOADER):
-            data = yaml.SafeLoader("").construct_document(root)
-            is_set |= data.get("kind") in _SET_BY_OPERATOR
-            nodes = max(nodes, _nodes(data))
+            with contextlib.suppress(Exception):  # an empty document, or the fields of a template
+                data = yaml.SafeLoader("").construct_document(root)
+                is_set |= data.get("kind") in _SET_BY_OPERATOR
+                nodes = max(nodes, _nodes(data))
             for line, words in _commands(root, set()):
                 for offset, part in enumerate(words.split("\n")):
                     at = min(line + offset, len(lines) - 1)
@@ -43,7 +45,7 @@ def script_of(text: str) -> JobScript | None:
     if is_set:
         lines[0] = "export PET_NNODES= PET_NODE_RANK= PET_MASTER_ADDR="
     script = read_script("\n".join(lines), nodes=nodes)
-    return script if script.launches or text.startswith("apiVersion") else None
+    return script if script.launches or _KUBERNETES.search(text) else None
 
 
 def _nodes(data: dict[str, Any]) -> int:
