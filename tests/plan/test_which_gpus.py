@@ -60,6 +60,13 @@ def test_what_no_gpu_can_train_is_refused_with_what_saves_memory(capsys: Capsys)
     assert "--activation-checkpointing" in err
 
 
+def test_a_job_that_no_number_of_gpus_trains_is_refused_with_the_reason(capsys: Capsys) -> None:
+    code, _, err = run_command([*WORDS, "--preset", "zero2", "--optim", "schedule_free_adamw"], capsys)
+    assert code == 2
+    assert "--optim schedule_free_adamw does not work under preset 'zero2'" in err
+    assert "hint: `--preset ddp`" in err
+
+
 def test_a_gpu_without_bf16_is_no_answer(capsys: Capsys) -> None:
     code, out, err = run_command([*WORDS, "--price-per-gpu-hour", "t4=0.2"], capsys)
     assert (code, out) == (2, "")

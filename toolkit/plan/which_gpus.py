@@ -58,6 +58,9 @@ def gpus_for(request: PlanRequest, costs: Cost) -> list[Plan]:
 
     found = sorted(filter(None, map(fewest, gpus)), key=cost)
     if not found:
+        reasons = [why_unsupported(request, preset, size) for preset in presets for size in sizes]
+        if reasons and (why := reasons[-1]) is not None and all(reasons):
+            raise ToolkitError(why.message, hint=why.hint)
         kinds = ", ".join(sorted(costs.prices)) or "any GPU"
         raise ToolkitError(
             f"nothing fits on up to {max(sizes):,} of {kinds}",
