@@ -57,6 +57,11 @@ def test_bundled_models_have_the_exact_number_of_parameters() -> None:
     assert len(exact) > 60
 
 
+def test_known_models_have_no_files_but_these() -> None:
+    names = {path.name for path in reading.KNOWN.glob("*/*/*")}
+    assert names == {"config.json", COUNTED, "terms.json"}
+
+
 def test_every_known_model_names_its_source() -> None:
     assert all(read_json_object(path).get("_source") for path in known_models().values())
     shapes = {name: read_model(name) for name in READABLE}
