@@ -547,3 +547,12 @@ def test_kubernetes_files_without_a_launcher_are_passed_over_in_a_folder(tmp_pat
     (tmp_path / "b.sh").write_text("torchrun --nproc-per-node 8 train.py\n")
     result = lint_paths([tmp_path])
     assert (result.findings, result.unreadable) == ([], [])
+
+
+def test_a_hostfile_that_is_no_text_leaves_the_rest_of_a_folder_to_be_linted(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "a.sh").write_text("deepspeed --hostfile hosts x.py\n")
+    (tmp_path / "b.yaml").write_text("distributed_type: FDSP\nnum_processes: 2\n")
+    result = lint_paths([tmp_path])
+    assert not result.unreadable
+    assert [finding.rule for finding in result.findings if finding.file.endswith("b.yaml")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from toolkit.errors import nearest
+from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -255,7 +255,10 @@ def refused_hostfile(doc: Document) -> Iterator[Match]:
     """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host or GPU that it does not list."""
     for call in doc.script.launches:
         file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
-        lines = [line.strip() for line in read_text(file).splitlines()] if file else []
+        try:
+            lines = [line.strip() for line in read_text(file).splitlines()] if file else []
+        except ToolkitError:  # it is no text, and no hostfile
+            continue
         entries = {line: re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines if line and not line.startswith("#")}
         for line in [line for line, found in entries.items() if not found]:
             yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
