@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -209,7 +210,7 @@ class Zero(Engine):
         return dict(launch.prepare_deepspeed_cmd_env(arguments)[1])
 
     def training_arguments(self, config: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"deepspeed": settings}
+        return {"deepspeed": copy.deepcopy(dict(settings or {}))}  # which its reader may change
 
     def variables(self, config: Mapping[str, Any]) -> dict[str, str]:
         return {"ACCELERATE_USE_DEEPSPEED": "true"}

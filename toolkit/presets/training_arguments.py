@@ -79,7 +79,7 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
             hint="start the script with `accelerate launch --config_file`, or remove the key",
         )
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-    arguments |= preset.traits.training_arguments(config, preset.deepspeed_config())  # the reader may change it
+    arguments |= preset.traits.training_arguments(config, preset.settings)
     if preset.traits.chooses_accumulation:
         arguments["accelerator_config"] = with_accumulate({}, default_accumulate(preset))
     return arguments
