@@ -55,6 +55,7 @@ def test_a_run_stopped_by_time_limit_and_power_loss_resumes_bit_for_bit(jobs: Cl
         assert rows(out, rank)[:trained] == rows(whole, rank)[:trained]
 
 
+@pytest.mark.nightly
 def test_a_run_folder_that_only_the_head_has_ends_the_job_with_the_other_nodes_name(jobs: ClusterJobs) -> None:
     own_folder_of_each_node = Path("/mnt/run")
     jobs.slurm.stop_daemon("node2")

@@ -124,6 +124,7 @@ def train_job() -> Iterator[TrainJobStatus]:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_the_status_of_a_train_job_shows_progress_and_what_was_verified(
     train_job: TrainJobStatus, tmp_path: Path
 ) -> None:
