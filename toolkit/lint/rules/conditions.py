@@ -54,7 +54,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_sharded": lambda doc: (
         settings.uses_fsdp(doc)
         or bool(doc.get("deepspeed"))
-        or as_enum(doc.launch_config.get("distributed_type") if doc.launch_config else None) in ("DEEPSPEED", "FSDP")
+        or (doc.launch_config is not None and settings.engine_of(doc.launch_config) in ("DEEPSPEED", "FSDP"))
     ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
@@ -108,10 +108,9 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         whole, divisor = as_int(value), _product(doc, *other.split())
         return bool(whole and divisor and whole % divisor)
     if other:
-        actual, limit = (
-            as_float(value),
-            as_float(other) if as_float(other) is not None else as_float(_value(doc, other)),
-        )
+        actual, limit = as_float(value), as_float(other)
+        if limit is None:  # the name of another value
+            limit = as_float(_value(doc, other))
         return actual is not None and limit is not None and (actual > limit if word == "above" else actual < limit)
     is_empty = not value or value == "none"
     is_filled = not is_empty and not settings.is_template(value)

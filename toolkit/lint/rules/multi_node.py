@@ -191,14 +191,13 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     With one, the environment, tokens included, goes into `.deepspeed_env`, which everybody may read.
     """
     for call in several(doc, "accelerate"):
-        deepspeed = call.options.keys() & {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
+        flags = {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
+        is_asked_for = bool(call.options.keys() & flags)
         file = accelerate_file(doc, call)
         if file is not None and is_deepspeed(file) and not call.options.keys() & {"use-fsdp", "multi-gpu"}:
             how = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
-            deepspeed |= (
-                {"of the file"} if how == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile") else set()
-            )
-        if deepspeed and call.options.get("deepspeed-multinode-launcher") != "standard":
+            is_asked_for |= how == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile")
+        if is_asked_for and call.options.get("deepspeed-multinode-launcher") != "standard":
             level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
             yield Match("--deepspeed_multinode_launcher", "pdsh starts DeepSpeed", fix, line=call.line, level=level)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
-from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, Document, accelerate_file
+from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
 from toolkit.lint.named_files import find_named, source_of
@@ -177,11 +177,12 @@ def file_not_read(doc: Document) -> Iterator[Match]:
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
+        if call.tool in PROGRAMS or not first.endswith(SUFFIXES):
+            continue
         source, beside = source_of(call.script or "", doc.path)
         reads = r"parse_(?:yaml|json)_file|parse_known_args|sys\.argv|H4ArgumentParser|read_args|OmegaConf|args_file"
         refuses = re.search(r"TrlParser\(|parse_args_into_dataclasses\(\)", source)
-        is_its = refuses and not re.search(reads, source + beside)
-        if first.endswith((".yaml", ".yml", ".json")) and call.tool not in PROGRAMS and is_its:
+        if refuses and not re.search(reads, source + beside):
             fix = f"`--config {first}`" if "TrlParser(" in source else "its settings as arguments"
             yield Match(first, f"{call.script} does not read it, and refuses the word", fix, line=call.line)
 
@@ -277,10 +278,13 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` first, where LLaMA-Factory and transformers' examples look for the file."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
-        is_file = first.endswith((".yaml", ".yml", ".json")) and not first.startswith("-")
+        is_file = first.endswith(SUFFIXES) and not first.startswith("-")
+        if call.tool != "deepspeed" or not is_file or "no-local-rank" in call.options:
+            continue
         source = source_of(call.script or "", doc.path)[0]
-        looks_there = re.search(r"\bargv\b|\brun_exp\b", source or (call.script or "").replace("src/train.py", "argv"))
-        if call.tool == "deepspeed" and is_file and "no-local-rank" not in call.options and (looks_there or not source):
+        reads = r"\bargv\b|\brun_exp\b"
+        looks_there = re.search(reads if source else rf"{reads}|\bsrc/train\.py", source or call.script or "")
+        if looks_there or not source:
             message = f"--local_rank=N stands in front of {call.words[0]}"
             fix, level = "`torchrun`, or `deepspeed --no_local_rank`", None if looks_there else NOTE
             yield Match(call.words[0], message, fix, line=call.line, level=level)
