@@ -24,7 +24,7 @@ LIGHT_COMMANDS = {
     "presets": "zero3_cpu_offload",
     f"plan {MODEL} --num-processes 8 --gpu h100": "zero2",
     f"recommend {MODEL} --num-processes 8 --gpu h100": "use",
-    "simulate pipeline --stages 4 --micro-batches 8": "zb_h1",
+    "simulate pipeline --stages 4 --micro-batches 8": "interleaved_1f1b",
     "lint {run}/zero2.yaml": "1 file",
     f"convert-config {FIXTURES}/axolotl.yaml": "model_name_or_path",
     "report {run}": "report.html",

@@ -88,7 +88,7 @@ PRINTED = {
     ),
     "plan_of_8_bits": (f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --optim adamw_bnb_8bit", 2),
     "simulated_pipelines": (
-        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 29.4 --weight-ms 19.5"
+        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 48.9"
         " --transfer-ms 0.6",
         1,
     ),

@@ -58,7 +58,7 @@ def test_gpipe_keeps_the_logits_of_all_micro_batches_and_the_first_stage_receive
 def test_bubble_and_micro_batches_in_flight_are_those_of_the_simulated_operations(schedule: str, chunks: int) -> None:
     settings = PipelineSettings(ranks=4, schedule=schedule, chunks=chunks)
     size = PipelineSize(stages=4, micro_batches=12, chunks=settings.chunks)
-    each = ChunkTimes(forward_seconds=1.0, backward_seconds=1.5, weight_seconds=0.5)
+    each = ChunkTimes(forward_seconds=1.0, backward_seconds=2.0)
     run = simulate(settings.schedule, size, [each] * size.num_chunks)
     assert run.makespan_seconds / run.work_seconds == pytest.approx(settings.bubble_factor(12))
     in_flight = [StageLoad.of(settings, rank, micro_batches=12).micro_batches_in_flight for rank in range(4)]

@@ -7,7 +7,7 @@ from command_line import run_command
 from launching import LLAMA_8B_CONFIG
 
 PIPELINE, FAILURES = "pipeline --stages 4 --micro-batches 8", "failures --gpus 1024"
-TIMES, MODEL = "--forward-ms 10 --backward-ms 10 --weight-ms 5", f"--model {LLAMA_8B_CONFIG} --gpu h100"
+TIMES, MODEL = "--forward-ms 10 --backward-ms 15", f"--model {LLAMA_8B_CONFIG} --gpu h100"
 
 
 @pytest.mark.parametrize(
@@ -15,16 +15,14 @@ TIMES, MODEL = "--forward-ms 10 --backward-ms 10 --weight-ms 5", f"--model {LLAM
     [
         (f"{PIPELINE} --stages 0", "--stages is 0, expected 1 to 4,096"),
         (f"{PIPELINE} --schedule 1f2b", "--schedule is '1f2b', expected gpipe, 1f1b"),
-        (f"{PIPELINE} --chunks 3 --schedule zb_v", "--chunks is 3, but zb_v has 2 chunks per stage"),
+        (f"{PIPELINE} --schedule zb_v", "--schedule is 'zb_v', expected gpipe, 1f1b"),
         (f"{PIPELINE} --forward-ms -3 --backward-ms 3", "--forward-ms is -3.0, expected more than 0, at most 10,000"),
         (f"{PIPELINE} --micro-batches 1000000000 --schedule 1f1b", "--micro-batches is 1,000,000,000"),
         (f"{PIPELINE} --stages 4096 --micro-batches 1048576 --schedule gpipe", "operations are too many"),
         (f"{PIPELINE} --micro-batches 3 --schedule 1f1b", "--micro-batches is 3, but 1f1b on 4 stages needs 4"),
-        (f"{PIPELINE} --micro-batches 6 --schedule zb_h2", "needs 7 or more"),
         (f"{PIPELINE} --micro-batches 9 --schedule interleaved_1f1b", "runs them in 2 equal rounds"),
         (f"{PIPELINE} --forward-ms 3", "--backward-ms is missing"),
         (f"{PIPELINE} {TIMES} --transfer-ms inf", "--transfer-ms is inf"),
-        (f"{PIPELINE} --forward-ms 1 --backward-ms 1 --schedule zb_v", "zb_v splits the backward"),
         (f"{PIPELINE} --num-layers 3", "3 layers are too few for 4 stages"),
         (f"{PIPELINE} --num-layers 12 --schedule interleaved_1f1b", "12 layers are not divisible by 4 stages of 2"),
         (f"{PIPELINE} --gpu h100", "--gpu has no effect without --model"),

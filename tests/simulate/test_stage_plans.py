@@ -55,12 +55,12 @@ def test_the_stages_do_the_operations_of_the_whole_model(shape: ModelShape) -> N
     assert head > lookup == pytest.approx(layers, rel=1e-3), "the head computes, a lookup does not"
 
 
-def test_weights_take_half_of_a_dense_backward_and_recomputing_is_part_of_the_other_half(shape: ModelShape) -> None:
+def test_a_backward_takes_twice_a_forward_and_with_recomputing_nearly_three_times(shape: ModelShape) -> None:
     times = staged(shape).chunk_times(FOUR, end=0)[1]
-    assert times.weight_seconds < times.forward_seconds < times.backward_seconds  # attention has no weights
+    assert times.backward_seconds == pytest.approx(2 * times.forward_seconds, rel=0.1)
     checkpointing = staged(shape, job=PlannedJob(max_seq_length=2048, activation_checkpointing=True))
     again = checkpointing.chunk_times(FOUR, end=0)[1]
-    assert again.backward_seconds / again.weight_seconds > times.backward_seconds / times.weight_seconds + 0.9
+    assert again.backward_seconds == pytest.approx(3 * again.forward_seconds, rel=0.1)
 
 
 def test_model_states_are_16_bytes_per_parameter_and_replicas_share_12_of_them(shape: ModelShape) -> None:
@@ -74,12 +74,10 @@ def test_model_states_are_16_bytes_per_parameter_and_replicas_share_12_of_them(s
 
 def test_activations_grow_with_the_micro_batches_in_flight(shape: ModelShape) -> None:
     model = staged(shape)
-    gpipe, one_f_one_b, zb_h2 = (
-        model.stage_memory(model.simulate(schedule, FOUR)) for schedule in ("gpipe", "1f1b", "zb_h2")
-    )
+    gpipe, one_f_one_b = (model.stage_memory(model.simulate(schedule, FOUR)) for schedule in ("gpipe", "1f1b"))
     each = one_f_one_b[1].held_bytes - one_f_one_b[2].held_bytes  # 3 and 2 in flight
     assert gpipe[1].held_bytes - one_f_one_b[1].held_bytes == 5 * each > 0
-    assert gpipe[0].peak_bytes > zb_h2[0].peak_bytes > one_f_one_b[0].peak_bytes  # 8, 7 and 4 micro-batches
+    assert gpipe[0].peak_bytes > one_f_one_b[0].peak_bytes  # 8 and 4 micro-batches
 
 
 def test_tensor_parallelism_divides_states_and_adds_exchanges(shape: ModelShape) -> None:
@@ -87,7 +85,7 @@ def test_tensor_parallelism_divides_states_and_adds_exchanges(shape: ModelShape)
     memory = [model.stage_memory(model.simulate("1f1b", FOUR))[0].state_bytes for model in (alone, split)]
     assert memory[1] == pytest.approx(memory[0] / 4, rel=0.001)  # norms are whole
     times = [model.chunk_times(FOUR, end=1)[1] for model in (alone, split)]
-    assert times[1].weight_seconds < times[0].weight_seconds / 2
+    assert times[1].backward_seconds < 0.6 * times[0].backward_seconds
     assert times[1].forward_seconds > times[0].forward_seconds / 4
 
 

@@ -11,9 +11,8 @@ from typer import Option
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import MAX_SEQ_LENGTH
-from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS
+from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS, SCHEDULES
 from toolkit.plan import options as plan
-from toolkit.simulate.pipeline_schedules import SCHEDULES
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
 POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
@@ -56,8 +55,7 @@ class PipelineOptions:
     ] = ()
     chunks: Annotated[int | None, Option(help=f"per stage of interleaved_1f1b; by default {INTERLEAVED_CHUNKS}")] = None
     forward_ms: Annotated[float | None, Option(help="forward of one micro-batch on one stage")] = None
-    backward_ms: Annotated[float | None, Option(help="gradient of the input; without --weight-ms all of it")] = None
-    weight_ms: Annotated[float | None, Option(help="backward: gradient of the weights")] = None
+    backward_ms: Annotated[float | None, Option(help="its backward")] = None
     transfer_ms: Annotated[float | None, Option(help="transfer from one stage to the next; by default 0")] = None
     num_layers: Annotated[int | None, Option(help="layers to divide among the stages; with --model its own")] = None
     model: Annotated[str | None, Option(help="its times and memory: a hub id, a folder or a config.json")] = None
@@ -74,9 +72,7 @@ class PipelineOptions:
     ] = False
     method: plan.MethodName = "sft"
     precompute_ref_log_probs: plan.PrecomputeFlag = False
-    timeline: Annotated[
-        bool, Option("--timeline/--no-timeline", help="print timelines; of many schedules, that of the shortest step")
-    ] = True
+    timeline: Annotated[bool, Option("--timeline/--no-timeline", help="print timelines")] = True
     output_dir: OutputFolder = None
 
 

@@ -1,7 +1,7 @@
 """`toolkit simulate pipeline`: schedules side by side, as JSON, and as a table with timelines.
 
 >>> from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
->>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+>>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=2.0)
 >>> run = simulate("1f1b", PipelineSize(stages=2, micro_batches=2), [times] * 2)
 >>> print("\\n".join(text_timeline(run, columns=18)))
 stage 0 FFFF....BBBB..BBBB
@@ -15,35 +15,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
-from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B
+from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, SCHEDULES
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
 from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
 from toolkit.simulate import pipeline_schedules
 from toolkit.simulate.options import LEAST, PipelineOptions, check_ranges, refuse_given
-from toolkit.simulate.pipeline_schedules import LETTERS, SCHEDULES, V_SHAPED, ChunkTimes, PipelineRun, PipelineSize
+from toolkit.simulate.pipeline_schedules import LETTERS, ChunkTimes, PipelineRun, PipelineSize
 from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
 from toolkit.units import gib, seconds
 
 if TYPE_CHECKING:
     from toolkit.simulate.stage_plans import StageMemory
 
-WHOLE_BACKWARD = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # they never split a backward
-OF_TIMES = ("forward_ms", "backward_ms", "weight_ms", "transfer_ms", "num_layers")
+OF_TIMES = ("forward_ms", "backward_ms", "transfer_ms", "num_layers")
 OF_A_MODEL = ("gpu", "gpu_memory_gib", "gpu_tflops", "tp", "activation_checkpointing", "method")
 LONGEST_MS = 10**7  # hours: more is a unit mixed up
 RANGES = {
     **dict.fromkeys(("forward_ms", "backward_ms"), (LEAST, LONGEST_MS)),
-    **dict.fromkeys(("weight_ms", "transfer_ms"), (0, LONGEST_MS)),
+    "transfer_ms": (0, LONGEST_MS),
     "num_layers": (1, 2**16),
 }
 EQUAL_MS = 1.0
-MOST_SHOWN = 3  # of more schedules the terminal shows the timeline and stages of the fastest; the page has all
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
-LEGEND = "F forward, B whole backward, I gradient of the input, W gradient of the weights, . idle"
+LEGEND = "F forward, B backward, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
-COLORS = dict(zip(LETTERS, ("c0", "c1", "c5", "c4"), strict=True))  # CSS variables of the page
-KINDS = ("forward", "gradient of the input", "whole backward", "gradient of the weights")  # in the order of LETTERS
+COLORS = dict(zip(LETTERS, ("c0", "c5"), strict=True))  # CSS variables of the page
+KINDS = ("forward", "backward")  # in the order of LETTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +119,23 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
 
 def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
-    """Times of a stage from the flags: all of them, those of a whole backward, or equal ones."""
+    """Times of a stage from the flags, or equal ones."""
     refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
-    forward, backward, weight = options.forward_ms, options.backward_ms, options.weight_ms
-    if forward is backward is weight is None:
-        forward = backward = weight = EQUAL_MS
-    if forward is None or backward is None:
-        missing = "--forward-ms" if forward is None else "--backward-ms"
+    forward_ms, backward_ms = options.forward_ms, options.backward_ms
+    if forward_ms is backward_ms is None:
+        forward_ms, backward_ms = EQUAL_MS, 2 * EQUAL_MS
+    if forward_ms is None or backward_ms is None:
+        missing = "--forward-ms" if forward_ms is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
-    parts = {"forward": forward, "backward": backward, "weight gradient": weight, "transfer": options.transfer_ms}
-    parts_seconds = {name: (value or 0.0) / 1000 for name, value in parts.items()}
-    forward, backward, weight, transfer = parts_seconds.values()
-    times = ChunkTimes(forward_seconds=forward, backward_seconds=backward, weight_seconds=weight)
+    times = ChunkTimes(forward_seconds=forward_ms / 1000, backward_seconds=backward_ms / 1000)
+    transfer_ms = options.transfer_ms or 0.0
 
     def simulated(schedule: str, size: PipelineSize) -> SimulatedSchedule:
         chunks = [times.divided(size.chunks)] * size.num_chunks
-        run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer)
+        run = pipeline_schedules.simulate(schedule, size, chunks, transfer_seconds=transfer_ms / 1000)
         return SimulatedSchedule(run=run)
 
-    heading = ", ".join(f"{name} {value * 1000:g} ms" for name, value in parts_seconds.items())
+    heading = f"forward {forward_ms:g} ms, backward {backward_ms:g} ms, transfer {transfer_ms:g} ms"
     return heading, options.num_layers, simulated
 
 
@@ -161,15 +157,11 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     possible, left_out = [], []
     given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
-        is_named_v = schedule in V_SHAPED and schedule in options.schedule
-        chunks = given if is_named_v else pipeline_schedules.chunks_of(schedule, given)
+        chunks = pipeline_schedules.chunks_of(schedule, given)
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
             pipeline_schedules.check_schedule(schedule, size)
             _check_layers(num_layers, size)
-            if options.backward_ms is not None and options.weight_ms is None and schedule not in WHOLE_BACKWARD:
-                hint = "--backward-ms for the gradient of the input, --weight-ms for that of the weights"
-                raise ToolkitError(f"{schedule} splits the backward, but --weight-ms is missing", hint=hint)
         except ToolkitError as error:
             if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
@@ -181,7 +173,7 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
 
 def chunks_without_effect(options: PipelineOptions) -> bool:
     """Return True if `--chunks` was given, and no named schedule has several chunks per stage."""
-    return options.chunks not in (None, 1) and not {*(options.schedule or SCHEDULES)} & {INTERLEAVED, *V_SHAPED}
+    return options.chunks not in (None, 1) and INTERLEAVED not in (options.schedule or SCHEDULES)
 
 
 def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
@@ -195,7 +187,7 @@ def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
 
 
 def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
-    """Return the schedules for people: a table, and of a few memory by stage and the timeline; on a page of all."""
+    """Return the schedules for people: a table, and of each memory by stage and the timeline."""
     schedules, fastest = comparison.schedules, comparison.fastest
     numbers = ("chunks", "step", "bubble", "in flight,\nfirst", "in flight,\nmost")
     headings = [text_heading("schedule"), *(Heading(text=text) for text in numbers)]
@@ -207,7 +199,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
         colors = list(zip(COLORS.values(), KINDS, strict=True))
         sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
-    for simulated in schedules if on_page or len(schedules) <= MOST_SHOWN else [fastest]:
+    for simulated in schedules:
         run = simulated.run
         times = f"step {seconds(run.step_seconds)}, from the first start to the last end"
         shown = "memory by stage" if on_page else f"{times} {seconds(run.makespan_seconds)}"

@@ -5,13 +5,9 @@
     'F0 F1 B0 F2 B1 B2'
 
 A stage is one GPU, or one group of GPUs that split its layers. It has one chunk of the model, or several: chunk 0 is
-the first of the model. `B` is a whole backward; zero-bubble schedules split it into `I`, the gradient of the input,
-which the previous stage waits for, and `W`, the gradient of the weights, which nothing waits for.
+the first of the model. The orders are those of torch.distributed.pipelining (`tests/simulate/` compares them).
 
-The orders are those of torch.distributed.pipelining where it has the schedule (`tests/simulate/` compares them), and
-for ZB-H1 and ZB-H2 those of the zero-bubble paper (https://arxiv.org/abs/2401.10241, section 3).
-
-    >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=1.0, weight_seconds=1.0)
+    >>> times = ChunkTimes(forward_seconds=1.0, backward_seconds=2.0)
     >>> run = simulate("1f1b", PipelineSize(stages=4, micro_batches=8), [times] * 4)
     >>> run.step_seconds, round(run.bubble_fraction, 4), run.peak_micro_batches  # (4-1) / (8+4-1) = 0.2727
     (33.0, 0.2727, (4, 3, 2, 1))
@@ -24,26 +20,27 @@ loading, and the optimizer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
-from toolkit.parallel import pipeline_schedule
-from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, ONE_F_ONE_B, interleaved_rounds
+from toolkit.parallel.pipeline_schedule import (
+    GPIPE,
+    INTERLEAVED,
+    INTERLEAVED_CHUNKS,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    interleaved_rounds,
+)
 
-FORWARD, BACKWARD_INPUT, BACKWARD, BACKWARD_WEIGHT = range(4)
-LETTERS = "FIBW"  # of each kind of operation
-NEEDED = ((FORWARD, FORWARD, -1), (BACKWARD_INPUT, BACKWARD_INPUT, 1), (BACKWARD, BACKWARD_INPUT, 1))
-"""Kinds that wait for another chunk: kind, kind of result that they need and leave, and whose it is."""
-ZB_H2, ZB_V, DUALPIPE_V = "zb_h2", "zb_v", "dualpipe_v"
-SCHEDULES = (*pipeline_schedule.SCHEDULES, "zb_h1", ZB_H2, ZB_V, DUALPIPE_V)
-V_SHAPED = (ZB_V, DUALPIPE_V)  # of two chunks per stage; the second returns from the last stage to the first
+FORWARD, BACKWARD = KINDS = range(2)
+LETTERS = "FB"  # of each kind of operation
 # Larger values are typing errors; more operations take minutes.
 LARGEST = {"--stages": 4096, "--micro-batches": 2**20, "--chunks": 256}
 MOST_OPERATIONS = 2**24
-# Predicted throughput over measured, minus one, of 1F1B, interleaved 1F1B and zero-bubble schedules on 8 to 32 A100s
+# Predicted throughput over measured, minus one, of 1F1B and interleaved 1F1B on 8 to 32 A100s
 # (zero-bubble paper, Table 4 against Table 5, https://arxiv.org/abs/2401.10241; tests/simulate).
 PREDICTED_OVER_MEASURED = (0.04, 0.18)
 NOT_RUN = -1.0
@@ -75,11 +72,6 @@ class OperationOrder:
     size: PipelineSize
     operations: tuple[Sequence[int], ...]  # by stage
 
-    def stage_of(self, chunk: int) -> int:
-        """Return the stage that has a chunk."""
-        turned = self.schedule in V_SHAPED and chunk >= self.size.stages
-        return 2 * self.size.stages - 1 - chunk if turned else chunk % self.size.stages
-
     def decode(self, operation: int) -> tuple[int, int, int]:
         """Return kind, chunk and micro-batch of an operation."""
         row, micro_batch = divmod(operation, self.size.micro_batches)
@@ -89,13 +81,13 @@ class OperationOrder:
 def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
     """Return the order of operations. Raises ToolkitError for a schedule that is impossible with these sizes."""
     check_schedule(schedule, size)
-    operations = (_ORDERS[schedule](size, stage) for stage in range(size.stages))
+    operations = (_stage_order(schedule, size, stage) for stage in range(size.stages))
     return OperationOrder(schedule=schedule, size=size, operations=tuple(operations))
 
 
 def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
-    """Return the chunks per stage: those of `--chunks` for the interleaved schedule, two in a V, otherwise one."""
-    return interleaved_chunks if schedule == INTERLEAVED else 2 if schedule in V_SHAPED else 1
+    """Return the chunks per stage: those of `--chunks` for the interleaved schedule, otherwise one."""
+    return interleaved_chunks if schedule == INTERLEAVED else 1
 
 
 def check_schedule(schedule: str, size: PipelineSize) -> None:
@@ -104,21 +96,26 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
     for (option, largest), value in zip(LARGEST.items(), (size.stages, size.micro_batches, size.chunks), strict=True):
         if not 1 <= value <= largest:
             raise ToolkitError(f"{option} is {value:,}, expected 1 to {largest:,}")
-    operations = 3 * size.num_chunks * size.micro_batches
+    operations = len(KINDS) * size.num_chunks * size.micro_batches
     if operations > MOST_OPERATIONS:
         raise ToolkitError(f"{operations:,} operations are too many to simulate, expected at most {MOST_OPERATIONS:,}")
-    if schedule in V_SHAPED and size.chunks != 2:
-        raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} has 2 chunks per stage", hint="`--chunks 2`")
     if schedule == INTERLEAVED and size.chunks < 2:
         raise ToolkitError(f"--chunks is {size.chunks}, but {schedule} needs 2 or more", hint="`--chunks 2`, or 1f1b")
     stages, count = size.stages, size.micro_batches
     what = f"--micro-batches is {count}, but {schedule} on {stages} stages"
-    least = {GPIPE: 1, INTERLEAVED: 1, ZB_V: 1, ZB_H2: 2 * stages - 1, DUALPIPE_V: 2 * stages}.get(schedule, stages)
-    if count < least:
-        raise ToolkitError(f"{what} needs {least} or more", hint=f"`--micro-batches {least}`")
+    if schedule == ONE_F_ONE_B and count < stages:
+        raise ToolkitError(f"{what} needs {stages} or more", hint=f"`--micro-batches {stages}`")
     rounds = interleaved_rounds(count, ranks=stages)
     if schedule == INTERLEAVED and count % rounds:
         raise ToolkitError(f"{what} runs them in {rounds} equal rounds", hint=f"`--micro-batches {stages * rounds}`")
+
+
+def _stage_order(schedule: str, size: PipelineSize, stage: int) -> list[int]:
+    if schedule == INTERLEAVED:
+        return _interleaved(size, stage)
+    forwards, backwards = size.row(FORWARD, stage), size.row(BACKWARD, stage)
+    warmup = size.micro_batches if schedule == GPIPE else size.stages - 1 - stage
+    return _in_turns(forwards, backwards, warmup=warmup)
 
 
 def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> list[int]:
@@ -126,17 +123,6 @@ def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int)
     rest = forwards[warmup:]
     turns = zip(rest, backwards, strict=False)
     return [*forwards[:warmup], *itertools.chain.from_iterable(turns), *backwards[len(rest) :]]
-
-
-def _zero_bubble(size: PipelineSize, stage: int, *, scale: int) -> list[int]:
-    """1F1B with `scale` times its warm-up, and with weight gradients `scale` times `stage` micro-batches late."""
-    backward, weights, delay = size.row(BACKWARD_INPUT, stage), size.row(BACKWARD_WEIGHT, stage), scale * stage
-    operations = []
-    for operation in _in_turns(size.row(FORWARD, stage), backward, warmup=scale * (size.stages - 1 - stage)):
-        operations.append(operation)
-        if operation >= backward.start + delay:
-            operations.append(weights[operation - backward.start - delay])
-    return operations + list(weights[max(0, size.micro_batches - delay) :])
 
 
 def _interleaved(size: PipelineSize, stage: int) -> list[int]:
@@ -154,68 +140,6 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
     return _in_turns(forward, backward, warmup=(chunks - 1) * per_round + 2 * (size.stages - 1 - stage))
 
 
-def _in_a_v(size: PipelineSize, stage: int, program: Iterable[tuple[int, str]]) -> list[int]:
-    """Operations of both chunks of a stage: how often, and which, in capitals for the chunk on the way down.
-
-    Letters are those of `LETTERS`; `L` is the weight gradient of the earliest backward that was split and has none yet.
-    A program is that of a full pipeline: a shorter one is the same without the micro-batches beyond the last.
-    """
-    rows = {}
-    for kind, letter in enumerate(LETTERS):
-        rows[letter], rows[letter.lower()] = size.row(kind, stage), size.row(kind, 2 * size.stages - 1 - stage)
-    operations, late, done = [], list[str](), dict.fromkeys(rows, 0)
-    for step in itertools.chain.from_iterable(times * steps for times, steps in program):
-        if step == "L" and not late:
-            continue
-        letter = late.pop(0) if step == "L" else step
-        if letter in "Ii":
-            late.append("W" if letter == "I" else "w")
-        elif step in "Ww":
-            late.remove(letter)
-        counted = {"B": "IW", "b": "iw"}.get(letter, letter)
-        micro_batch = done[counted[0]]
-        for each in counted:
-            done[each] += 1
-        if micro_batch < size.micro_batches:
-            operations.append(rows[letter][micro_batch])
-    return operations
-
-
-def _zb_v(size: PipelineSize, stage: int) -> list[int]:
-    """ZB-V (https://arxiv.org/abs/2401.10241, section 6): as much memory on every stage as the first has in 1F1B."""
-    remaining = size.stages - stage
-    steady = max(size.micro_batches - 2 * size.stages + 1, 0) + stage
-    program = [(2 * remaining - 1, "F"), (stage, "fF"), (remaining, "fiw"), (steady, "FIWfiw")]
-    program += [(remaining - 1, "IWfiw"), (stage, "Ii"), (remaining, "IW"), (stage, "w"), (stage, "W")]
-    return _in_a_v(size, stage, program)
-
-
-def _dualpipe_v(size: PipelineSize, stage: int) -> list[int]:
-    """DualPipe-V (https://github.com/deepseek-ai/DualPipe): a forward of one chunk beside a backward of the other.
-
-    The pair is simulated one after the other, as torch's runtime executes it: what it overlaps is communication. The
-    second half of the backwards after the last forward is split, so that no stage waits for weights.
-    """
-    remaining, half = size.stages - 1 - stage, (stage + 1) // 2
-    steady = size.micro_batches - 2 * size.stages + stage + 1
-    program = [(2 * remaining, "F"), (stage + 1, "Ff"), (remaining, "iwf"), (steady, "FbfB"), (remaining, "bfB")]
-    program += [(half, "bB"), (1, "iI" if stage % 2 else "bI"), (stage - half, "iI")]
-    return _in_a_v(size, stage, [*program, (remaining, "LI"), (stage + 1, "L")])
-
-
-_ORDERS: dict[str, Callable[[PipelineSize, int], list[int]]] = {
-    GPIPE: lambda size, stage: [*size.row(FORWARD, stage), *size.row(BACKWARD, stage)],
-    ONE_F_ONE_B: lambda size, stage: _in_turns(
-        size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=size.stages - 1 - stage
-    ),
-    INTERLEAVED: _interleaved,
-    "zb_h1": partial(_zero_bubble, scale=1),
-    ZB_H2: partial(_zero_bubble, scale=2),
-    ZB_V: _zb_v,
-    DUALPIPE_V: _dualpipe_v,
-}
-
-
 # -- One step, event by event
 
 
@@ -224,18 +148,16 @@ class ChunkTimes:
     """Times of one micro-batch in one chunk of the model: in a stage, if it has one chunk."""
 
     forward_seconds: float
-    backward_seconds: float  # gradient of the input
-    weight_seconds: float  # gradient of the weights
+    backward_seconds: float
 
     @property
     def seconds(self) -> float:
         """All of a micro-batch's work in the chunk."""
-        return self.forward_seconds + self.backward_seconds + self.weight_seconds
+        return self.forward_seconds + self.backward_seconds
 
-    def by_kind(self) -> tuple[float, float, float, float]:
+    def by_kind(self) -> tuple[float, float]:
         """Return the seconds of each kind of operation, in the order of `LETTERS`."""
-        whole = self.backward_seconds + self.weight_seconds
-        return self.forward_seconds, self.backward_seconds, whole, self.weight_seconds
+        return self.forward_seconds, self.backward_seconds
 
     def divided(self, parts: int) -> ChunkTimes:
         """Return the times of one of several equal parts."""
@@ -248,7 +170,7 @@ class PipelineRun:
 
     order: OperationOrder
     times: Sequence[ChunkTimes]  # by chunk of the model
-    end_seconds: Sequence[float]  # by operation; a whole backward ends where the gradient of its input does
+    end_seconds: Sequence[float]  # by operation
 
     @property
     def size(self) -> PipelineSize:
@@ -285,7 +207,7 @@ class PipelineRun:
 
     @cached_property
     def peak_micro_batches(self) -> tuple[float, ...]:
-        """By stage, the most micro-batches whose activations it holds at once: from forward to weight gradient.
+        """By stage, the most micro-batches whose activations it holds at once: from forward to backward.
 
         A micro-batch that only some of a stage's chunks hold counts as that fraction.
         """
@@ -295,7 +217,7 @@ class PipelineRun:
 
     def peak_held(self, stage: int, held_by_chunk: Sequence[int]) -> int:
         """Return the most that a stage holds at once, if one micro-batch in each chunk holds so much."""
-        change = [sign * held for sign in (1, 0, -1, -1) for held in held_by_chunk]  # F, I, B, W
+        change = [sign * held for sign in (1, -1) for held in held_by_chunk]  # F, B
         rows = (operation // self.size.micro_batches for operation in self.order.operations[stage])
         return max(itertools.accumulate(change[row] for row in rows))
 
@@ -320,8 +242,8 @@ def simulate(
 
 def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> list[float]:
     per_row = order.size.micro_batches
-    seconds = [chunk.by_kind()[kind] for kind in range(len(LETTERS)) for chunk in times]
-    needs, delays, writes = _dependencies(order, transfer_seconds)
+    seconds = [chunk.by_kind()[kind] for kind in KINDS for chunk in times]
+    needs, delays = _dependencies(order.size, transfer_seconds)
     ends = [NOT_RUN] * (len(seconds) * per_row)
 
     def run(operations: Sequence[int]) -> Iterator[int]:
@@ -335,10 +257,9 @@ def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_se
                     yield needed
                 now = max(now, ends[needed] + delays[row])
             now += seconds[row]
-            written = operation + writes[row]
-            ends[operation] = ends[written] = now
-            if written in waiting:
-                ready.append(waiting.pop(written))
+            ends[operation] = now
+            if operation in waiting:
+                ready.append(waiting.pop(operation))
 
     ready, waiting = [run(operations) for operations in order.operations], dict[int, Iterator[int]]()
     while ready:
@@ -350,15 +271,15 @@ def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_se
     return ends
 
 
-def _dependencies(order: OperationOrder, transfer_seconds: float) -> tuple[list[int], list[float], list[int]]:
-    """By kind and chunk, the way from an operation to the one that it needs, the delay, and the way to its result."""
-    size, rows = order.size, len(LETTERS) * order.size.num_chunks
-    needs, delays, writes = [0] * rows, [0.0] * rows, [0] * rows
-    for kind, result, step in NEEDED:
+def _dependencies(size: PipelineSize, transfer_seconds: float) -> tuple[list[int], list[float]]:
+    """By kind and chunk, the way from an operation to the neighbour's that it needs, and the delay."""
+    rows = len(KINDS) * size.num_chunks
+    needs, delays = [0] * rows, [0.0] * rows
+    for kind, step in ((FORWARD, -1), (BACKWARD, 1)):
         for chunk in range(size.num_chunks):
-            row, neighbour, first = kind * size.num_chunks + chunk, chunk + step, size.row(kind, chunk).start
-            writes[row] = size.row(result, chunk).start - first
+            neighbour = chunk + step
             if 0 <= neighbour < size.num_chunks:
-                needs[row] = size.row(result, neighbour).start - first
-                delays[row] = transfer_seconds if order.stage_of(neighbour) != order.stage_of(chunk) else 0.0
-    return needs, delays, writes
+                row = kind * size.num_chunks + chunk
+                needs[row] = step * size.micro_batches
+                delays[row] = transfer_seconds if size.stages > 1 else 0.0  # neighbours are on other stages
+    return needs, delays

@@ -45,7 +45,7 @@ from toolkit.units import gib, seconds
 STATES_LIKE = "zero1"
 SPLIT_LIKE = "fsdp2_tp"  # its tensor parallelism within a stage; on two replicas, so that it computes in bf16
 BF16_BYTES = 2
-SCHEDULE = "1f1b"  # of least memory among those that need no split backward
+SCHEDULE = "1f1b"  # of least memory
 MOST_MICRO_BATCHES = 4096
 TRAINED_PRESET = "pipeline_1f1b"
 
@@ -93,7 +93,7 @@ class StagedModel:
         """Raise ToolkitError for a model without formulas, a GPU of unknown speed, or heads that tp does not divide."""
         if self.shape.activations_from != "formulas":
             what = f"stages of {self.shape.model_type} cannot be planned: there are no formulas for its activations"
-            raise ToolkitError(what, hint="give --forward-ms, --backward-ms and --weight-ms instead of --model")
+            raise ToolkitError(what, hint="give --forward-ms and --backward-ms instead of --model")
         if self.job.method.generates:
             what = f"--method {self.job.method.method} generates, which the stages of a pipeline are not planned to do"
             raise ToolkitError(what, hint="`toolkit plan MODEL --method ...` has its memory under other presets")
@@ -150,7 +150,7 @@ class StagedModel:
         """Return the memory of each stage of a simulated step."""
         num_chunks, stages = run.size.num_chunks, []
         for stage, in_flight in enumerate(run.peak_micro_batches):
-            chunks = [chunk for chunk in range(num_chunks) if run.order.stage_of(chunk) == stage]
+            chunks = range(stage, num_chunks, run.size.stages)
             with_head = run.peak_held(stage, [0] * (num_chunks - 1) + [1])
             load = StageLoad(micro_batches_in_flight=in_flight, logits_in_flight=max(0, with_head - 1))
             plan = plan_engine_memory(self.part(run.size, *chunks), self._engine, self.job, load=load)
@@ -177,12 +177,10 @@ class StagedModel:
         collectives = split_collectives(self._split(shape)) if self.tp > 1 else []
         ranges = [self._interconnect(1).seconds(collective) for collective in collectives]
         exchange = at_end((sum(low for low, _ in ranges), sum(high for _, high in ranges)), end) / 2
-        weight = flops.dense_backward // 2
-        backward = flops.recomputed + flops.attention_backward + flops.dense_backward - weight
+        backward = flops.recomputed + flops.attention_backward + flops.dense_backward
         return ChunkTimes(
             forward_seconds=(1 + job.method.scoring_forwards) * (seconds * flops.forward_flops + exchange),
             backward_seconds=seconds * backward + exchange,
-            weight_seconds=seconds * weight,
         )
 
     @cached_property
