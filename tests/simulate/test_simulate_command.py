@@ -36,7 +36,7 @@ TIMES, MODEL = "--forward-ms 10 --backward-ms 15", f"--model {LLAMA_8B_CONFIG} -
         (f"{FAILURES} --run-folder no-such-run", "no-such-run is no run folder"),
         (f"{FAILURES} --run-folder x --checkpoint-seconds 3", "--checkpoint-seconds has no effect with --run-folder"),
         ("stragglers --workers 1", "--workers is 1, expected 2 to"),
-        ("stragglers --policy async", "--policy is 'async', expected"),
+        ("stragglers --workers 4 --backup-workers 4", "--backup-workers is 4, expected 1 to 3"),
         ("stragglers --distribution gauss", "--distribution is 'gauss', expected"),
         ("stragglers --distribution exponential --spread 1.5", "--spread is 1.5, expected 0 to 1"),
         ("stragglers --workers 4 --slow-workers 5", "--slow-workers is 5"),

@@ -1,82 +1,98 @@
-"""`toolkit simulate stragglers`: options, results, tables and the page."""
+"""`toolkit simulate stragglers`: policies worked out by hand, options, results, tables and the page."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from command_line import run_command
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpu_table import find_gpu
-from toolkit.plan.interconnect import Interconnect
 from toolkit.simulate.options import StragglerOptions
 from toolkit.simulate.stragglers import (
-    StragglerStudy,
+    best_backup_workers,
     compute_times,
     drawn_seconds,
     measured_step_times,
-    push_pull_seconds,
     resampled,
+    simulate,
     straggler_report,
     study_stragglers,
 )
 
-GIGA = 10**9
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 LLAMA_8B, RECORDED = str(FIXTURES / "llama-8b"), FIXTURES / "recorded_demo_ddp"
 SMALL = StragglerOptions(workers=4, steps=20)
 
 
-def study(options: StragglerOptions = SMALL) -> StragglerStudy:
-    return study_stragglers(options, say=lambda _: None)
+def drawn(*, spread: float, workers: int = 8, steps: int = 100) -> Any:
+    return drawn_seconds("lognormal", mean=1.0, spread=spread, shape=(workers, steps), seed=0)
 
 
-def test_every_policy_is_trained_on_as_many_gradients() -> None:
-    small = study()
-    names = ["synchronous", "backup_workers 1", "bounded_staleness 4", "asynchronous"]
-    assert [result.run.policy.label for result in small.policies] == names
-    assert [sum(result.run.staleness.values()) for result in small.policies] == [80, 60, 80, 80]
-    assert small.policies[0].seconds_to_target is not None
-    assert small.policies[0].as_row()["waiting_fraction"] == pytest.approx(1 - 1 / small.slowdown)
+def test_synchronous_updates_wait_for_the_slowest() -> None:
+    run = simulate(numpy.array([[1.0, 3.0], [2.0, 2.0]]), steps=2, communication_seconds=0.5)
+    assert run.seconds == 2.5 + 3.5
+    assert run.waiting_seconds == 2.0
+    assert run.communication_seconds == 2.0
+    assert run.as_row()["steps_per_second"] == 2 / 6
 
 
-def test_the_loss_to_reach_is_that_of_the_first_policy_where_none_is_synchronous() -> None:
-    found = study(replace(SMALL, policy=("asynchronous", "bounded_staleness")))
-    assert (found.target_policy, found.target_loss) == ("asynchronous", 1.05 * found.policies[0].curve[-1][1])
-    assert "5 % above the last of asynchronous" in straggler_report(found).notes[-1]
+def test_a_late_backup_worker_drops_its_gradient_and_joins_the_update_in_progress() -> None:
+    # Worker 2 takes 2.5 s for its first batch: it misses updates 1 (at 1 s) and 2 (at 2 s), starts its second batch at
+    # 2.5 s with the weights of update 2, and ends at 2.75 s, before worker 1.
+    seconds = numpy.array([[1.0, 1.0, 0.5], [1.0, 1.0, 1.0], [2.5, 0.25, 1.0]])
+    run = simulate(seconds, steps=3, backup_workers=1)
+    assert run.seconds == 2.75
+    assert run.discarded_seconds == 2.5 + 1.0, "worker 2's first batch, and worker 1's last"
+    assert run.waiting_seconds == 0.25, "worker 0 before the last update"
+
+
+def test_all_time_of_synchronous_training_is_computing_waiting_or_communication() -> None:
+    seconds = drawn(spread=0.5)
+    run = simulate(seconds, steps=60, communication_seconds=0.1)
+    spent = seconds[:, :60].sum() + run.waiting_seconds + run.discarded_seconds + run.communication_seconds
+    assert spent == pytest.approx(8 * run.seconds)
+
+
+def test_one_backup_worker_pays_for_one_slow_worker() -> None:
+    seconds = numpy.ones((8, 10))
+    seconds[7] = 3.0
+    assert best_backup_workers(seconds, steps=9) == (1, pytest.approx(7 / 8 * 3))
+    assert best_backup_workers(numpy.ones((8, 10)), steps=10) == (0, 1.0)
+
+
+@pytest.mark.nightly
+def test_chen_et_al_4_of_100_backup_workers_are_the_best_for_a_small_spread_only() -> None:
+    """Revisiting distributed synchronous SGD (https://arxiv.org/abs/1604.00981): 96 + 4 converged fastest.
+
+    Their step times are not published as numbers, so that 4 cannot be predicted. It is the best number at some spread
+    between 0.05 and 0.15; a known miss is that the model asks for more at larger spreads, since it counts gradients and
+    leaves out what a smaller batch costs.
+    """
+    spreads = {spread: drawn(spread=spread, workers=100, steps=200) for spread in (0.05, 0.06, 0.08, 0.12, 0.3)}
+    best = [best_backup_workers(seconds, steps=200)[0] for seconds in spreads.values()]
+    assert best == sorted(best), "the heavier the tail, the more backup workers"
+    assert 4 in best[:-1]
+    assert best[-1] > 4
+
+
+def test_both_policies_are_simulated_and_what_waiting_costs() -> None:
+    found = study_stragglers(SMALL)
+    synchronous, backup = (run.as_row() for run in found.policies)
+    assert (synchronous["policy"], backup["policy"]) == ("synchronous", "backup_workers 1")
+    assert synchronous["waiting_fraction"] == pytest.approx(1 - 1 / found.slowdown)
 
 
 def test_with_a_model_its_gradients_are_communicated() -> None:
-    found = study(replace(SMALL, model=LLAMA_8B, gpu="h100", policy=("synchronous", "asynchronous")))
+    found = study_stragglers(replace(SMALL, model=LLAMA_8B, gpu="h100"))
     assert found.gradient_bytes == 4 * 8_030_261_248
     assert found.all_reduce_seconds is not None
-    assert found.push_pull_seconds is not None
-    synchronous, asynchronous = (result.run for result in found.policies)
-    assert synchronous.communication_seconds == pytest.approx(4 * 20 * found.all_reduce_seconds[1])
-    assert asynchronous.communication_seconds == pytest.approx(80 * found.push_pull_seconds[1])
-    assert asynchronous.communication_seconds > synchronous.communication_seconds, "one server for four workers"
+    assert found.policies[0].communication_seconds == pytest.approx(4 * 20 * found.all_reduce_seconds[1])
     assert straggler_report(found).notes[-1].startswith("Gradients of 29.92 GiB: an all-reduce takes")
-
-
-def test_one_parameter_server_takes_as_many_times_longer_as_there_are_workers() -> None:
-    """64 H100s, each on a node with 50 GB/s, push and pull 8 GB; with 64 servers they are as fast as a ring."""
-    nodes = Interconnect(gpu=find_gpu("h100"), world_size=64, gpus_per_node=1, network_bytes_per_second=50 * GIGA)
-    ring_seconds = 2 * 63 / 64 * 8 / 50
-    assert push_pull_seconds(nodes, 8 * GIGA, servers=1)[0] == pytest.approx(2 * 64 * 8 / 50, rel=0.001)
-    assert push_pull_seconds(nodes, 8 * GIGA)[0] == pytest.approx(ring_seconds * 64 / 63, rel=0.002)
-
-
-def test_a_diverged_policy_is_named_and_has_no_loss() -> None:
-    found = study(replace(SMALL, learning_rate=1e6, policy=("synchronous",)))
-    (diverged,) = found.policies
-    assert diverged.final_loss is None
-    assert all(loss < float("inf") for _, loss in diverged.curve), "it ends with the last finite loss"
-    assert "diverged" in straggler_report(found).page()
-    assert found.as_json()["policies"][0]["final_loss"] is None
 
 
 def test_the_command_prints_json_and_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,8 +102,7 @@ def test_the_command_prints_json_and_writes_the_report(tmp_path: Path, capsys: p
     assert {"policies", "all_reduce_seconds", "slowdown", "best_backup_workers"} <= set(json.loads(out))
     assert "simulation.html" in err
     assert json.loads((tmp_path / "simulation.json").read_text()) == json.loads(out)
-    page, policies = (tmp_path / "simulation.html").read_text(), json.loads(out)["policies"]
-    assert page.count('<div class="bar">') == page.count("<polyline") == len(policies), "one speed, one loss curve each"
+    assert (tmp_path / "simulation.html").read_text().count('<div class="bar">') == len(json.loads(out)["policies"])
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "exponential", "pareto"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,16 +57,10 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
 @simulate_app.command()
 @expand_options
 def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
-    """Cost of slow workers, and of updates that are synchronous, asynchronous, in between, or leave some out.
-
-    Speed, waste and staleness are simulated. A small network is trained under each policy for its loss. With --model,
-    its gradients are communicated.
-    """
-    # Read when NumPy is imported, below: threads of BLAS only wait for each other in matrices as small as these.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    """Cost of slow workers, and of updates that do not wait for them. With --model, its gradients are communicated."""
     from toolkit.simulate.stragglers import straggler_report, study_stragglers
 
-    study = study_stragglers(options, say=print_message)
+    study = study_stragglers(options)
     report = functools.partial(straggler_report, study)
     _show(study.as_json(), as_json, options.output_dir, text=report, page=report)
 

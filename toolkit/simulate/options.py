@@ -15,7 +15,6 @@ from toolkit.parallel.pipeline_schedule import INTERLEAVED_CHUNKS, SCHEDULES
 from toolkit.plan import options as plan
 
 DEFAULT_CHECKPOINT_SECONDS = 60.0
-POLICIES = ("synchronous", "backup_workers", "bounded_staleness", "asynchronous")
 DISTRIBUTIONS = ("constant", "lognormal", "exponential", "pareto")
 DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0.2
 LEAST = 1e-9  # the low end of what must be more than nothing
@@ -108,11 +107,7 @@ class StragglerOptions:
     """Options of `toolkit simulate stragglers`."""
 
     workers: Annotated[int, Option(help="data-parallel workers, backup workers included")] = 16
-    policy: Annotated[
-        tuple[str, ...], Option(help=f"{', '.join(POLICIES)}; repeatable; by default all", metavar="NAME")
-    ] = ()
-    backup_workers: Annotated[int, Option(help="workers whose gradient backup_workers does not wait for")] = 1
-    staleness: Annotated[int, Option(help="batches that a worker of bounded_staleness may be ahead of the slowest")] = 4
+    backup_workers: Annotated[int, Option(help="workers whose gradient an update does not wait for")] = 1
     distribution: Annotated[
         str | None,
         Option(help=f"of compute times: {', '.join(DISTRIBUTIONS)}; by default {DEFAULT_DISTRIBUTION}", metavar="NAME"),
@@ -126,13 +121,9 @@ class StragglerOptions:
     slow_workers: Annotated[int, Option(help="workers that are slower in every step")] = 0
     slow_factor: Annotated[float, Option(help="their compute time over that of the others")] = 2.0
     steps: Annotated[int, Option(help="global batches to apply")] = 200
-    seed: Annotated[int, Option(help="of the compute times, the small network and its data")] = 0
-    learning_rate: Annotated[
-        float | None, Option(help="of the small network, for one global batch; by default it grows with the workers")
-    ] = None
+    seed: Annotated[int, Option(help="seed of the compute times")] = 0
     model: Annotated[str | None, Option(help="communicate its gradients: hub id, folder or config.json")] = None
     gpu: plan.GpuName = None
     gpus_per_node: Annotated[int | None, Option(help="by default the largest divisor of the workers up to 8")] = None
     network_gb_per_second: Annotated[float | None, Option(help="of a node: all cards, one direction")] = None
-    parameter_servers: Annotated[int | None, Option(help="parameter servers; by default one per node")] = None
     output_dir: OutputFolder = None
