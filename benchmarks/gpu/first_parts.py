@@ -37,15 +37,6 @@ from toolkit.record.folder import read_json
 GLOBAL_BATCH = 8  # the same for any number of ranks, so that losses compare
 SIX_RANKS_BYTES = 120e9  # of a full fine-tune of 0.6 billion parameters, beside their contexts
 REHEARSED = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_grad_op")
-SHARING = """
-import json
-from toolkit.doctor.checks import CHECKS, NodeReadings
-from toolkit.doctor.options import DoctorOptions
-from toolkit.doctor import speed_checks
-outcome = CHECKS["ranks-per-gpu"].run(NodeReadings(DoctorOptions(long=True)))
-found = [f"{each.what}: {each.value}" for each in outcome.findings]
-print(json.dumps(outcome.measured | {"skipped": outcome.skipped, "findings": found}))
-"""
 
 
 # -- ranks: real ranks on one GPU
@@ -115,7 +106,7 @@ def ranks_of(
 
 
 def sharing(check: Check) -> Step:
-    """Return the doctor's all-reduce of two ranks on one GPU; what works is what the next steps use."""
+    """Return the all-reduce of two ranks on one GPU; what works is what the next steps use."""
 
     def read() -> list[Row]:
         found = last_json(check.output / "sharing.log")
@@ -124,7 +115,7 @@ def sharing(check: Check) -> Step:
         note = found.get("skipped") or f"NCCL {found.get('nccl')}, by {found.get('works_by')}"
         return unmeasured("two ranks on one GPU", "; ".join([note, *found.get("findings", [])]))
 
-    return "sharing", [sys.executable, "-c", SHARING], read
+    return "sharing", [sys.executable, str(Path(__file__).with_name("sharing.py"))], read
 
 
 def last_json(log: Path) -> Row:

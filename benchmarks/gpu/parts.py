@@ -419,38 +419,6 @@ def presets(check: Check) -> Iterator[Step]:
             yield label, command, (lambda read=read: read() + left_out) if name == "presets" else read
 
 
-ALL_REDUCE = """
-import json, sys
-from toolkit.doctor.checks import CHECKS, NodeReadings
-from toolkit.doctor.options import DoctorOptions
-from toolkit.doctor import speed_checks
-from toolkit.hardware.gpus import count_gpus
-if count_gpus() == 1:  # ranks that share it have no speed
-    for ranks in ("2", "4", "8"):
-        command = [sys.executable, "-m", "toolkit.doctor.speed_checks", ranks]
-        code, printed = speed_checks.run_program(command, TOOLKIT_RANKS_PER_GPU=ranks)
-        works = code == 0 and speed_checks.read_nccl_tests(printed) is not None
-        print(json.dumps({"ranks": ranks, "note": "right" if works else printed.strip()[-200:]}))
-else:
-    print(json.dumps(CHECKS["all-reduce"].run(NodeReadings(DoctorOptions(long=True))).measured))
-"""
-
-
-def bandwidth(check: Check) -> Step:
-    """Return the doctor's all-reduce between all GPUs; with one, whether ranks that share it add up rightly."""
-    log = check.output / "bandwidth.log"
-
-    def read() -> list[Row]:
-        rows = []
-        for found in (line for line in read_lines(log) if isinstance(line, dict)):
-            pair = (found.get("planned_at_least_bytes_per_second"), found.get("bus_bytes_per_second"))
-            note = found.get("note") or ("planned: the slow end" if pair[0] else "")
-            rows.append(row_of("all-reduce of 256 MiB", "bytes/s", *pair, note=note, world_size=found.get("ranks")))
-        return rows
-
-    return "bandwidth", [sys.executable, "-c", ALL_REDUCE], read
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A part of the check."""
@@ -488,7 +456,6 @@ LATER_PARTS = {
     "presets": Part(
         minutes=5, teaches="every preset on all GPUs, or as two ranks on one", steps=lambda check, _: presets(check)
     ),
-    "bandwidth": Part(minutes=1, teaches="bus bandwidth between the GPUs", steps=lambda check, _: [bandwidth(check)]),
     "tests": Part(minutes=3, teaches="the tests marked gpu", steps=lambda check, _: [gpu_tests(check)]),
     "traces": Part(
         minutes=3,

@@ -74,9 +74,7 @@ def test_this_node_is_measured_by_every_check() -> None:
     assert 0 < memory["available_bytes"] < memory["installed_bytes"]
     assert measured(here, "shared-memory")["bytes"] == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     assert measured(here, "cores")["usable"] == len(os.sched_getaffinity(0))
-    assert sum(measured(here, "numa")["nodes"].values()) >= measured(here, "cores")["usable"]
-    assert isinstance(measured(here, "clock")["synchronised"], bool)
-    assert measured(here, "hostname")["hostname"] == here["node_facts"]["hostname"] == socket.gethostname()
+    assert here["node_facts"]["hostname"] == socket.gethostname()
     assert measured(here, "libraries")["torch"] == here["node_facts"]["version torch"]
     assert {disk["free_bytes"] > 0 for disk in measured(here, "disk-space").values()} == {True}
 
@@ -89,8 +87,7 @@ def test_the_text_shows_each_finding_with_its_fix() -> None:
     at = next(index for index, line in enumerate(lines) if line.startswith("error: GPUs are missing: "))
     assert lines[at].endswith("; expected: 64, as --gpus-per-node says [gpu-count]")
     assert lines[at + 1] == "  fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install NVIDIA's"
-    assert " 1 error" in lines[-2]
-    assert lines[-1].endswith("disk-speed, dcgm, all-reduce (only with --long)")
+    assert [line for line in lines[-2:] if " 1 error" in line]
 
 
 def test_each_finding_is_said_once(tmp_path: Path) -> None:
@@ -101,12 +98,6 @@ def test_each_finding_is_said_once(tmp_path: Path) -> None:
     assert [line for line in lines if "token" in line and "hf auth" not in line] == [
         "note: no hub token: gated and private models are refused [hub]"
     ]
-
-
-def test_the_name_of_a_single_node_is_a_note_and_of_one_of_several_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.0.1")
-    assert levels(report(), "hostname") == ["note"]
-    assert levels(report(SLURM_JOB_NUM_NODES="2"), "hostname") == ["warning"]
 
 
 def test_a_node_that_is_busy_with_something_else_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +128,6 @@ def test_checks_that_found_nothing_are_shown_with_verbose_only() -> None:
     _, brief, _ = run_doctor()
     _, verbose, _ = run_doctor("-v")
     assert [line for line in brief.splitlines() if line.startswith("ok ")] == []
-    assert brief.splitlines()[-1].endswith("3 (only with --long)")
     assert [line for line in verbose.splitlines() if line.startswith("ok ")]
 
 
@@ -182,14 +172,12 @@ def test_without_torch_it_says_what_is_missing_and_what_to_type(module: str, lin
 def test_low_limits_are_found(tmp_path: Path) -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
-        resource.setrlimit(resource.RLIMIT_NPROC, (900, 900))
 
     ended = run_cold(
         [sys.executable, "-m", "toolkit", "doctor", "--json", "--num-processes", "4"], lower, HF_HOME=str(tmp_path)
     )
     found = json.loads(ended.stdout)
-    assert levels(found, "ulimit-nofile") == levels(found, "ulimit-nproc") == ["warning"]
-    assert measured(found, "ulimit-nproc")["user"] == 900
+    assert levels(found, "ulimit-nofile") == ["warning"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
@@ -203,12 +191,9 @@ def test_the_shared_memory_of_a_container_is_an_error() -> None:
     assert measured(found, "shared-memory") == {"bytes": 64 * 2**20, "writable": True}
 
 
-def test_a_port_in_use_and_an_interface_that_does_not_exist_are_found() -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        found = report("--port", str(port), NCCL_SOCKET_IFNAME="nosuchcard0", NCCL_P2P_DISABLE="1")
-    assert (levels(found, "ports"), levels(found, "nccl-variables")) == (["warning"], ["error", "warning"])
-    assert measured(found, "ports") == {"checked": [port], "taken": [port]}
+def test_an_interface_that_does_not_exist_and_a_switched_off_fast_path_are_found() -> None:
+    found = report(NCCL_SOCKET_IFNAME="nosuchcard0", NCCL_P2P_DISABLE="1")
+    assert levels(found, "nccl-variables") == ["error", "warning"]
     assert "unset NCCL_P2P_DISABLE (not on consumer cards without P2P)" in {row["fix"] for row in found["findings"]}
 
 
@@ -259,7 +244,6 @@ def test_a_missing_disk_is_reported_whether_or_not_libaio_is_there(has_header: b
         (["--preset", "zero4"], "unknown preset 'zero4'", "did you mean"),
         ([str(LLAMA_8B_CONFIG)], "a MODEL has no effect without --preset", "toolkit doctor --preset NAME MODEL"),
         (["--preset", "ddp", "no-such-model"], "no-such-model", "hint"),
-        (["--port", "70000"], "--port is 70000, expected 1 to 65535", ""),
         (["a.json", "b.json"], "one MODEL at most, 2 given", "--compare"),
         (["--compare"], "--compare needs the reports of the nodes", "toolkit doctor --compare *.json"),
         (["--compare", f"{QWEN_72B}/config.json"], "is not a report of `toolkit doctor --json`", "config.json"),

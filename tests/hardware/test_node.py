@@ -15,7 +15,6 @@ from toolkit.hardware.node import (
     count_oom_kills,
     cpu_limit,
     memory_limit_bytes,
-    tasks_limit,
 )
 
 
@@ -29,10 +28,9 @@ def test_the_smallest_limit_of_the_hierarchy_applies(tmp_path: Path) -> None:
         "cpu.max": "150000 100000",
         "cpu/cpu.cfs_quota_us": "150000",
         "cpu/cpu.cfs_period_us": "100000",
-        "pids.max": "4096",
     }.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert (memory_limit_bytes(tmp_path), cpu_limit(tmp_path), tasks_limit(tmp_path)) == (2**20, 1.5, 4096)
+    assert (memory_limit_bytes(tmp_path), cpu_limit(tmp_path)) == (2**20, 1.5)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # no limit in version 1
     (tmp_path / "cpu.max").write_text("max 100000\n")

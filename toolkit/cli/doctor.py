@@ -50,7 +50,7 @@ def doctor(
         raise ToolkitError(
             f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
         )
-    examination = examine_node(options, names[0] if names else None, print_message)
+    examination = examine_node(options, names[0] if names else None)
     if as_json:
         print(json.dumps(examination.as_json(), indent=2))
     else:

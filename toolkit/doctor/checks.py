@@ -169,7 +169,6 @@ class NodeCheck:
     name: str
     threshold: str  # when it is a finding
     source: str  # where the threshold comes from: an address, or `our choice` with the reason
-    long: bool  # runs with `--long` only
     examine: Examine  # adds what it measured, and what is wrong
 
     def run(self, node: NodeReadings) -> Outcome:
@@ -189,12 +188,12 @@ class NodeCheck:
 CHECKS: dict[str, NodeCheck] = {}
 
 
-def node_check(threshold: str, source: str, *, long: bool = False) -> Callable[[Examine], Examine]:
+def node_check(threshold: str, source: str) -> Callable[[Examine], Examine]:
     """Register a function as the check of its name."""
 
     def register(examine: Examine) -> Examine:
         name = examine.__name__.replace("_", "-")
-        CHECKS[name] = NodeCheck(name=name, threshold=threshold, source=source, long=long, examine=examine)
+        CHECKS[name] = NodeCheck(name=name, threshold=threshold, source=source, examine=examine)
         return examine
 
     return register

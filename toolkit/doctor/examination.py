@@ -9,12 +9,12 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor import gpu_checks, host_checks, speed_checks  # noqa: F401  (they register checks)
+from toolkit.doctor import gpu_checks, host_checks  # noqa: F401  (they register checks)
 from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeCheck, NodeFinding, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
@@ -176,25 +176,17 @@ def all_checks() -> list[NodeCheck]:
     return sorted(CHECKS.values(), key=lambda check: check.examine.__module__)
 
 
-def examine_node(options: DoctorOptions, model: str | None, say: Callable[[str], None]) -> Examination:
-    """Run every check, the long ones with `--long` only. Raises ToolkitError, before, for invalid options."""
+def examine_node(options: DoctorOptions, model: str | None) -> Examination:
+    """Run every check. Raises ToolkitError, before, for invalid options."""
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--num-processes", options.num_processes)):
         if value is not None and value < 1:
             raise ToolkitError(f"{name} is {value}, expected 1 or more")
-    for port in options.port:
-        if not 1 <= port <= 65_535:
-            raise ToolkitError(f"--port is {port}, expected 1 to 65535")
     node = NodeReadings(options, model)
     if model is not None and node.preset is None:
         raise ToolkitError("a MODEL has no effect without --preset", hint="toolkit doctor --preset NAME MODEL")
     _ = node.planned_host_bytes
-    facts, outcomes = node_facts(node), {}
-    for check in all_checks():
-        if check.long and options.long:
-            say(f"measuring: {check.name}")
-        left_out = check.long and not options.long
-        outcomes[check.name] = Outcome(skipped="only with --long") if left_out else check.run(node)
-    return Examination(node_facts=facts, checks=outcomes)
+    facts = node_facts(node)
+    return Examination(node_facts=facts, checks={check.name: check.run(node) for check in all_checks()})
 
 
 # -- differences between reports

@@ -190,24 +190,6 @@ def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "fewer lanes than the GPU has, or (a note) an older slot",
-    f"{DEBUG_GUIDE}#how-to-check-if-your-gpus-pcie-generation-is-supported",
-)
-def gpu_pcie(node: NodeReadings, outcome: Outcome) -> None:
-    """PCIe lanes and the possible generation, which an idle GPU lowers."""
-    for gpu in node.gpus():
-        width, max_width = (gpu.read(f"nvmlDeviceGet{which}PcieLinkWidth") for which in ("Curr", "Max"))
-        possible, generation = (gpu.read(f"nvmlDeviceGet{which}PcieLinkGeneration") for which in ("Max", "GpuMax"))
-        outcome.measured[str(gpu.index)] = {"width": width, "max_width": max_width, "generation": possible}
-        if _is_below(width, max_width):
-            what, fix = "PCIe runs with fewer lanes", "reseat the card, or choose a slot with all lanes"
-            outcome.add(WARNING, what, f"{width}x", f"{max_width}x", fix, gpu=gpu)
-        if _is_below(possible, generation):
-            what, fix = "the slot or a switch has an older PCIe generation", "dmesg | grep -i 'limited by'"
-            outcome.add(NOTE, what, possible, generation, fix, gpu=gpu)
-
-
-@node_check(
     "an error counter above 0, an inactive link, or a pair of GPUs without NVLink or peer access",
     f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",

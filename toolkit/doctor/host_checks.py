@@ -1,18 +1,13 @@
-"""Checks of the host: limits of the process, cores, NUMA nodes, memory, clock, network, disks, installed software."""
+"""Checks of the host: limits of the process, cores, memory, network, disks, installed software."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import ipaddress
 import os
 import re
 import resource
 import shutil
-import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -23,24 +18,16 @@ from toolkit.doctor.node_packages import INSTALL_CUDA_BUILD, find_nvcc, left_out
 from toolkit.doctor.ops import check_compiler, has_libaio_header, stale_locks
 from toolkit.engines import compiled_ops
 from toolkit.hardware import node as limits
-from toolkit.hardware.disks import existing_folder, measure_rates, mount_of
-from toolkit.hardware.system_text import text_of
+from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.installation import install_line
 from toolkit.launch import nvme
 from toolkit.models.hub import hub_home, token_file
-from toolkit.units import GIB, MIB, gib
+from toolkit.units import GIB, gib
 from toolkit.versions import installed_version, torch_cuda_version, version_numbers
 
 NCCL_CONTAINERS = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html#docker"
-TASKS_PER_RANK = 512  # threads count as well
-NUMA_NODES = Path("/sys/devices/system/node")
-TIME_ERROR = 5  # what adjtimex returns for a clock that is not synchronised (sys/timex.h)
-ELASTIC = "https://docs.pytorch.org/docs/stable/elastic/run.html"
-# torch's defaults: c10d rendezvous (torch/distributed/elastic), and the master port of `torchrun` without one.
-RENDEZVOUS_PORTS = (29400, 29500)
 # Variables that switch off a fast path, and the value that does.
 SLOW_SETTINGS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"}
-SLOW_BELOW_BYTES_PER_SECOND = 200 * MIB
 # What moves each folder to another disk.
 MOVED_BY = {
     **{"run folder": "`--output_dir DIR`", "hub cache": "export HF_HOME=DIR", "NVMe offload": "`--nvme-path DIR`"},
@@ -82,21 +69,6 @@ def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    f"fewer than {TASKS_PER_RANK} processes and threads per rank",
-    f"{OWN_CHOICE}: each rank and data loader worker has dozens of threads",
-)
-def ulimit_nproc(node: NodeReadings, outcome: Outcome) -> None:
-    """Processes and threads, the user's limit and the cgroup's: too few end in `Resource temporarily unavailable`."""
-    outcome.measured = {"user": limits.soft_limit(resource.RLIMIT_NPROC), "cgroup": limits.tasks_limit()}
-    needed = TASKS_PER_RANK * node.processes
-    lowest = min((limit for limit in outcome.measured.values() if limit is not None), default=needed)
-    if lowest < needed:
-        expected = f"at least {needed}, for {node.processes} ranks"
-        fix = "ulimit -u unlimited; docker run --pids-limit -1; Kubernetes: podPidsLimit of the kubelet"
-        outcome.add(WARNING, "few processes and threads may exist", lowest, expected, fix)
-
-
-@node_check(
     f"fewer than 2 cores per rank on a node with a GPU, or a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
     f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
 )
@@ -111,28 +83,6 @@ def cores(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, "few cores for the ranks", f"{available:g}", expected, fix)
     if busy := limits.busy_cores():
         outcome.add(WARNING, busy, None, None, "end other programs: `ps aux --sort -%cpu | head`")
-
-
-@node_check(
-    "a GPU's NUMA node without a usable core, or (a note) automatic balancing with several nodes",
-    "https://docs.kernel.org/admin-guide/sysctl/kernel.html#numa-balancing",
-)
-def numa(node: NodeReadings, outcome: Outcome) -> None:
-    """NUMA nodes, the cores of this process on them, the GPUs at them, automatic balancing."""
-    folders = {path.name[4:]: path.glob("cpu[0-9]*") for path in sorted(NUMA_NODES.glob("node[0-9]*"))}
-    cpus = {name: {int(cpu.name[3:]) for cpu in entries} for name, entries in folders.items()}
-    balancing = text_of(Path("/proc/sys/kernel/numa_balancing")) == "1" and len(cpus) > 1
-    at_gpus = {device.name: text_of(device / "numa_node") for device in node.pci_gpus}  # -1: the firmware names none
-    counts = {name: len(entries) for name, entries in cpus.items()}
-    outcome.measured = {"nodes": counts, "balancing": balancing, "gpus": at_gpus}
-    usable = os.sched_getaffinity(0)
-    if far := [gpu for gpu, name in at_gpus.items() if name in cpus and not cpus[name] & usable]:
-        what, expected = "no usable core is on the NUMA node of these GPUs", "cores of every NUMA node that has a GPU"
-        fix = "SLURM: --exclusive or --gpus-per-task with --cpu-bind=cores; docker run without --cpuset-cpus"
-        outcome.add(WARNING, what, ", ".join(far), expected, fix)
-    if balancing:
-        what, expected = "automatic NUMA balancing moves pages while ranks run", "off, with ranks bound to nodes"
-        outcome.add(NOTE, what, None, expected, "sysctl kernel.numa_balancing=0")
 
 
 @node_check(
@@ -156,22 +106,6 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(NOTE, "processes were killed for lack of memory", kills, None, "dmesg | grep -i 'killed process'")
 
 
-@node_check(
-    "the clock is not synchronised: logs and rendezvous timeouts of several nodes disagree",
-    "https://man7.org/linux/man-pages/man2/adjtimex.2.html (TIME_ERROR)",
-)
-def clock(_: NodeReadings, outcome: Outcome) -> None:
-    """Synchronisation of the clock, as the kernel reports it."""
-    timex = ctypes.create_string_buffer(512)  # `struct timex`, of zeros: adjtimex only reads
-    state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
-    if state < 0:
-        raise OSError(ctypes.get_errno(), "adjtimex fails")
-    outcome.measured["synchronised"] = state != TIME_ERROR
-    if state == TIME_ERROR:
-        fix = "timedatectl set-ntp true   (or start chrony)"
-        outcome.add(NOTE, "the clock is not synchronised, which jobs on several nodes need", None, None, fix)
-
-
 # -- Network
 
 
@@ -192,43 +126,6 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
         elif port.gigabits_per_second < fastest and port.link_layer == "InfiniBand":
             what, fix = f"{port.name} is slower than the other ports", "check cable and switch port: `iblinkinfo`"
             outcome.add(WARNING, what, port.rate, f"{fastest:g} Gb/sec", fix)
-
-
-@node_check(
-    "this node's name is unresolved, or a loopback address (a note on one node without RDMA)",
-    f"{ELASTIC} (`--local-addr`)",
-)
-def hostname(node: NodeReadings, outcome: Outcome) -> None:
-    """Address that this node's own name resolves to, and addresses of its interfaces."""
-    name, resolved, states = socket.gethostname(), None, psutil.net_if_stats()
-    addresses: dict[str, str] = {}
-    for card, listed in psutil.net_if_addrs().items():
-        ipv4 = [address.address for address in listed if address.family == socket.AF_INET]
-        if ipv4 and card != "lo" and card in states and states[card].isup:
-            addresses[card] = ipv4[0]
-    with contextlib.suppress(OSError):
-        resolved = socket.gethostbyname(name)
-    outcome.measured = {"hostname": name, "resolves_to": resolved, "addresses": addresses}
-    if resolved is None or ipaddress.ip_address(resolved).is_loopback:
-        address, value = next(iter(addresses.values()), "ADDRESS"), f"{name} → {resolved or 'does not resolve'}"
-        fix = f"name the address: `torchrun --local-addr {address}`; as the head `--rdzv-endpoint {address}:29500`"
-        several = node.rdma_ports or os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"
-        what = "in a job on several nodes, the others cannot connect to this one by its name"
-        outcome.add(WARNING if several else NOTE, what, value, None, fix)
-
-
-@node_check("another process listens on a port of the rendezvous", f"torch's defaults, 29400 and 29500: {ELASTIC}")
-def ports(node: NodeReadings, outcome: Outcome) -> None:
-    """Ports that the rendezvous needs on the head node."""
-    checked = node.options.port or RENDEZVOUS_PORTS
-    outcome.measured = {"checked": list(checked), "taken": []}
-    for port in checked:
-        try:
-            socket.create_server(("", port), backlog=1).close()  # a port in TIME_WAIT can be used
-        except OSError as error:
-            outcome.measured["taken"].append(port)
-            fix = f"`ss -ltnp sport = :{port}` shows who has it; or use another: `--rdzv-endpoint HEAD:OTHER`"
-            outcome.add(WARNING, f"port {port} cannot be used", os.strerror(error.errno or 0), None, fix)
 
 
 @node_check(
@@ -269,32 +166,6 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
         elif free < 10 * GIB:
             what, value = f"little space for the {name}: {path}", f"{gib(free)} free of {gib(disk['total_bytes'])}"
             outcome.add(ERROR if free < GIB else WARNING, what, value, f"at least {gib(10 * GIB)}", fix)
-
-
-@node_check(
-    "slower than 200 MiB/s: a checkpoint of an 8B model (96 GB) takes 7.6 minutes",
-    f"{OWN_CHOICE}; measured as `toolkit train --nvme-path` does",
-    long=True,
-)
-def disk_speed(node: NodeReadings, outcome: Outcome) -> None:
-    """One stream past the page cache, written and read: run folder, hub's cache, `--nvme-path`."""
-    folders = {"run folder": node.output_dir, "hub cache": hub_home()}
-    if node.options.nvme_path:
-        folders["NVMe offload"] = Path(node.options.nvme_path)
-    for name, folder in folders.items():
-        measured: dict[str, Any] = {"path": str(folder)}
-        outcome.measured[name] = measured
-        try:
-            rates = measure_rates(existing_folder(folder))
-        except OSError as error:
-            measured["not_measured"] = f"no direct I/O: {error.strerror}"
-            continue
-        for way, rate in (("writes", rates.write_bytes_per_second), ("reads", rates.read_bytes_per_second)):
-            measured[f"{way}_bytes_per_second"] = rate
-            if rate < SLOW_BELOW_BYTES_PER_SECOND:
-                what, expected = f"the disk of the {name} is slow: {folder}", f"{gib(SLOW_BELOW_BYTES_PER_SECOND)}/s"
-                fix = f"{MOVED_BY[name]} on another disk; fewer saves: `--save_steps`, `--save_only_model true`"
-                outcome.add(WARNING, what, f"{way} {gib(rate)}/s", f"at least {expected}", fix)
 
 
 @node_check(

@@ -14,9 +14,6 @@ from toolkit.flags import PRESET_HELP, NvmePath
 class DoctorOptions:
     """Options of `toolkit doctor`, by the names of their flags."""
 
-    long: Annotated[
-        bool, Option("--long", help="also NVIDIA's diagnostics, an all-reduce and the disks' speed: minutes")
-    ] = False
     preset: Annotated[
         str | None, Option(help=f"check what this preset needs; {PRESET_HELP}; with MODEL also its host memory")
     ] = None
@@ -28,6 +25,3 @@ class DoctorOptions:
         str | None, Option(help="folder of the run, whose disk is checked; by default the working directory")
     ] = None
     nvme_path: NvmePath = None
-    port: Annotated[
-        tuple[int, ...], Option(help="port that the rendezvous needs; repeatable; by default torch's 29400 and 29500")
-    ] = ()

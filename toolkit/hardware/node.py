@@ -91,12 +91,6 @@ def cpu_limit(root: Path = CGROUP_ROOT) -> float | None:
     return min((cores for text in limits if (cores := cpu_cores(text)) is not None), default=None)
 
 
-def tasks_limit(root: Path = CGROUP_ROOT) -> int | None:
-    """Return the smallest cgroup limit on the number of processes and threads."""
-    limits = [*_read(root, "", "pids.max"), *_read(root, "pids", "pids.max")]
-    return min((int(text) for text in limits if text.isdigit()), default=None)
-
-
 def cpu_cores(text: str) -> float | None:
     """Return the cores in a cgroup's `quota period`; None for `max` or -1."""
     quota, _, period = text.partition(" ")
