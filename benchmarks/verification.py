@@ -313,7 +313,7 @@ ON_FOUR_RANKS = (
     ("pipeline_1f1b", PIPELINE),
 )
 MORE_UPDATES = (
-    *(("ddp", f"--ddp_comm_hook {hook}") for hook in ("power_sgd", "int8", "top_k")),
+    ("ddp", "--ddp_comm_hook power_sgd"),
     ("ddp", "--optim adafactor"),
     ("fsdp2", "--optim sgd"),
     ("zero3", "--weight_decay 0.1"),

@@ -174,7 +174,7 @@ def test_nothing_is_compared_with_a_failed_baseline() -> None:
 @pytest.mark.parametrize(
     ("words", "group"),
     [
-        (("--ddp_comm_hook", "int8"), "ddp_comm_hook int8"),
+        (("--ddp_comm_hook", "bf16"), "ddp_comm_hook bf16"),
         (("--optim", "adamw_bnb_8bit"), "optim adamw_bnb_8bit"),
         (("--optim", "adafactor"), "optim adafactor"),  # its states are fp32, and not AdamW's
         (("--optim", "paged_adamw_32bit"), None),  # AdamWs with fp32 states are one optimizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses, nightly, rank_rows, read
@@ -20,19 +19,14 @@ NOT_SAVED = ("--save_model", "false")
 Start = Callable[..., Path]
 
 
-# Bytes at least and at most: top-k sends an index and a value of 1 % of each bucket, rounded up.
-HOOKS = [("bf16", "bfloat16", 2 * P, 2 * P), ("top_k", "float32+int32", 0.01 * P * 8, 0.01 * P * 8 + 10 * 8)]
+HOOKS = [("bf16", "bfloat16"), pytest.param(("power_sgd", "float32"), marks=pytest.mark.nightly)]
 
 
-@pytest.mark.parametrize("hook", [HOOKS[0], pytest.param(HOOKS[1], marks=pytest.mark.nightly)])
-def test_the_live_model_calls_the_communication_hook_and_its_bytes_are_counted(start: Start, hook: Any) -> None:
-    name, dtype, least, most = hook
-    folder = start("ddp", "--ddp_comm_hook", name, *NOT_SAVED)
-    facts = read(folder / "run.json")["ddp_comm_hook"]
-    assert facts["uncompressed_bytes_per_step"] == 4 * P
-    assert least <= facts["communication_bytes_per_step"] <= most
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_live_model_calls_the_communication_hook(start: Start, hook: tuple[str, str]) -> None:
+    folder = start("ddp", "--ddp_comm_hook", hook[0], *NOT_SAVED)
     for rank in attested_ranks(folder):
-        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == (name, dtype)
+        assert (rank["ddp_comm_hook"], rank["reduce_dtype"]) == hook
 
 
 @pytest.mark.parametrize("preset", nightly("ddp", "fsdp2"))

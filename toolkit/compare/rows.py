@@ -358,7 +358,7 @@ class Row(SideRunFigures, Figures, _Outcome):
     repeats: Count = 0
     """Repeats that completed."""
     group: str | None = None
-    """What sets the row apart by design, such as `ddp_comm_hook int8`: it is ranked only within its group."""
+    """What sets the row apart by design, such as `ddp_comm_hook bf16`: it is ranked only within its group."""
     per_device_train_batch_size: Annotated[
         PositiveCount | None, Column("per-GPU\nbatch", fixed(0), only_if_known="own_batch")
     ] = None

@@ -7,8 +7,8 @@ It is `comparison.json` in the comparison's folder. A comparison is resumed only
 
 A variant is a preset under another name, with training arguments that it alone has:
 
->>> parse_variant("ddp_int8=ddp --ddp_comm_hook int8")
-('ddp_int8', 'ddp', ('--ddp_comm_hook', 'int8'))
+>>> parse_variant("ddp_bf16=ddp --ddp_comm_hook bf16")
+('ddp_bf16', 'ddp', ('--ddp_comm_hook', 'bf16'))
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tu
     if not equals or not source or not VARIANT_NAME.fullmatch(name):
         raise ToolkitError(
             f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
-            hint='`--variant "ddp_int8=ddp --ddp_comm_hook int8"`',
+            hint='`--variant "ddp_bf16=ddp --ddp_comm_hook bf16"`',
         )
     if not runs_script:
         read_arguments(extra)

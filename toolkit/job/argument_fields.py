@@ -28,7 +28,7 @@ from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import SCHEDULES
 
 # Gradient compression hooks. `allreduce` compresses nothing: it counts the bytes of plain DDP, for comparison.
-COMM_HOOKS = ("allreduce", "bf16", "fp16", "power_sgd", "int8", "top_k")
+COMM_HOOKS = ("bf16", "fp16", "power_sgd")
 WORKERS_PER_RANK = 1024  # no node has as many cores for each rank
 
 _COUNT = Range(lowest=1)
@@ -98,11 +98,8 @@ class ModelArguments:
     activation_checkpointing_offload: bool = _argument(False, "keep the checkpointed activations in host memory")
     ddp_comm_hook: str | None = _argument(
         None,
-        "compress gradients between ranks (DDP): bf16, fp16, power_sgd, int8, top_k; allreduce compresses nothing",
+        "compress gradients between ranks (DDP): bf16, fp16, power_sgd",
         choices=COMM_HOOKS,
-    )
-    ddp_comm_hook_top_k_fraction: float = _argument(
-        0.01, "fraction of the gradient's elements that `top_k` sends each step"
     )
     ddp_comm_hook_power_sgd_rank: int = _argument(1, "rank of the factors of `power_sgd`")
     ddp_comm_hook_power_sgd_start: int = _argument(10, "first steps that `power_sgd` does not compress; at least 2")

@@ -43,12 +43,8 @@ BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager")
 # `torch._inductor.list_mode_options()`; inductor's alone: torch passes a mode to no other backend.
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DEFAULT_BACKEND = "inductor"
-# option -> the hook that reads it
-COMM_HOOK_OPTIONS = {
-    "ddp_comm_hook_top_k_fraction": "top_k",
-    "ddp_comm_hook_power_sgd_rank": "power_sgd",
-    "ddp_comm_hook_power_sgd_start": "power_sgd",
-}
+# option of the hook `power_sgd` -> its smallest value
+POWER_SGD_OPTIONS = {"ddp_comm_hook_power_sgd_rank": 1, "ddp_comm_hook_power_sgd_start": 2}
 # tracker -> a module that its callback needs, and the package that installs it
 TRACKER_MODULES = {
     "azure_ml": ("azureml", "azureml-sdk"),
@@ -66,7 +62,7 @@ PREREQUISITES = {
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "eval_dataset_config": "eval_dataset",
     "liger_kernel_config": "use_liger_kernel",
-    **dict.fromkeys(COMM_HOOK_OPTIONS, "ddp_comm_hook"),
+    **dict.fromkeys(POWER_SGD_OPTIONS, "ddp_comm_hook"),
 }
 
 
@@ -109,10 +105,7 @@ def _check_settings(job: Job) -> None:
 def _check_comm_hook(job: Job) -> None:
     if job.ddp_comm_hook is None:
         return
-    fraction = job.ddp_comm_hook_top_k_fraction
-    if not 0 < fraction <= 1:
-        raise ToolkitError(f"--ddp_comm_hook_top_k_fraction is {fraction}, expected more than 0 and at most 1")
-    for option, lowest in (("ddp_comm_hook_power_sgd_rank", 1), ("ddp_comm_hook_power_sgd_start", 2)):
+    for option, lowest in POWER_SGD_OPTIONS.items():
         if job.value(option) < lowest:
             raise ToolkitError(f"--{option} is {job.value(option)}, expected {lowest} or more")
 
@@ -256,8 +249,8 @@ def ineffective_arguments(job: Job) -> list[str]:
     hook = job.ddp_comm_hook
     lines += [
         f"--{name} has no effect: the hook is {hook}"
-        for name, reader in COMM_HOOK_OPTIONS.items()
-        if name in job.given and hook not in (None, reader)
+        for name in POWER_SGD_OPTIONS
+        if name in job.given and hook not in (None, "power_sgd")
     ]
     lines += [
         f"--{name}: here it is called --{name.replace('gradient', 'activation')}"

@@ -97,7 +97,7 @@ class RankReading(BaseModel):
     """Models beside the trained one (`ref_model`): `sharding`, `dtype`, `bytes` on this rank, `whole_bytes`,
     `fsdp2_groups`."""
     ddp_comm_hook: str | None = None
-    """The gradient hook in use. `reduce_dtype` is then what it sent."""
+    """The gradient hook in use. `reduce_dtype` is then what it sends."""
     loss: str | None = None
     loss_chunk_tokens: Count | None = None
     """`chunked`, `liger` or `full`; tokens of a chunk."""

@@ -293,7 +293,7 @@ def callbacks(run: ActiveRun, trainer: SupervisedTrainer, timer: StepTimer) -> I
     if evaluates:
         yield Evaluations(run.folder)
     if job.ddp_comm_hook is not None:
-        yield CommunicationHook(run, trainer, job)
+        yield CommunicationHook(trainer, job)
     if blocks := offload_blocks(run.arguments.training):
         yield NvmeOffload(run, blocks)
     # After the timer: at a step's end it records whether that step was profiled, and then these decide about the next.
