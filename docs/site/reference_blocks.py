@@ -88,8 +88,7 @@ PRINTED = {
     ),
     "plan_of_8_bits": (f"plan {QWEN} --num-processes 8 --gpu h100 --preset zero2 --optim adamw_bnb_8bit", 2),
     "simulated_pipelines": (
-        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 48.9"
-        " --transfer-ms 0.6",
+        "simulate pipeline --stages 8 --micro-batches 32 --forward-ms 29.8 --backward-ms 48.9 --transfer-ms 0.6",
         1,
     ),
     "simulated_failures": (
@@ -206,10 +205,7 @@ def _lint_rule(rule: LintRule) -> str:
 
 def doctor_table() -> str:
     """Return what is a finding of each check of `toolkit doctor`; a name links to the source of the threshold."""
-    return "\n".join(
-        f"- {_check_name(check.name, check.source)}: {check.threshold}" + (" (`--long`)." if check.long else ".")
-        for check in all_checks()
-    )
+    return "\n".join(f"- {_check_name(check.name, check.source)}: {check.threshold}" + "." for check in all_checks())
 
 
 def _check_name(name: str, source: str) -> str:

@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolkit.compare import comparison_report, two_comparisons
+from toolkit.compare import comparison_report
 from toolkit.compare.answer import answer
 from toolkit.compare.results import Results, load_results
-from toolkit.compare.two_comparisons import BeforeAndAfter
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROOT = Path(__file__).parents[2]
@@ -37,10 +36,6 @@ csv_text = _of_document(comparison_report.csv_text)
 
 def write_report(document: Document, folder: Path) -> None:
     comparison_report.write_report(Results.model_validate(document), folder)
-
-
-def before_and_after(before: Document, after: Document) -> BeforeAndAfter:
-    return two_comparisons.before_and_after(Results.model_validate(before), Results.model_validate(after))
 
 
 def console_lines(results: Document) -> list[str]:

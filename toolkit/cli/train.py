@@ -177,7 +177,7 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(help="folder of a comparison; or two: before and after", metavar="DIR [DIR]")
+        list[Path], typer.Argument(help="folder of a comparison; with --share a run, or files of rows", metavar="DIR")
     ],
     price_per_gpu_hour: PricePerGpuHour = None,
     share: Annotated[
@@ -185,28 +185,18 @@ def report(
     ] = False,
     as_json: JsonOutput = False,
 ) -> None:
-    """Write the report of a comparison again, or compare two.
-
-    Reads the comparison's files alone. If two comparisons trained different jobs, the differences are listed and the
-    exit code is 2.
+    """Write the report of a comparison again, from its files alone.
 
     With --share and a run folder: one JSON row of it, from a fixed list of fields; nothing is sent. With --share and
     files of such rows: checks them.
     """
     if share:
         return _share(folders)
-    from toolkit.compare.commands import report_both, write_report_again
+    from toolkit.compare.commands import write_report_again
 
-    if len(folders) > 2:
-        raise ToolkitError(f"got {len(folders)} folders, expected one, or two to compare")
-    if as_json and len(folders) == 2:
-        raise ToolkitError("--json is for the report of a single comparison", hint="name one folder")
-    if len(folders) == 1:
-        write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour, as_json=as_json)
-    elif price_per_gpu_hour is None:
-        report_both(*folders)
-    else:
-        raise ToolkitError("--price-per-gpu-hour applies to the report of a single comparison", hint="name one folder")
+    if len(folders) > 1:
+        raise ToolkitError(f"got {len(folders)} folders, expected one", hint="report each of them alone")
+    write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour, as_json=as_json)
 
 
 def _share(paths: list[Path]) -> None:

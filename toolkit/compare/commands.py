@@ -19,7 +19,6 @@ from toolkit.compare.results import RESULTS_FILE, Results, load_results, results
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
-from toolkit.compare.two_comparisons import before_and_after
 from toolkit.demo.assets import attribution
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
@@ -38,7 +37,7 @@ from toolkit.plan.planner import check_ranks_fit
 from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals
-from toolkit.report.rendering import one_line, rich_table
+from toolkit.report.rendering import one_line
 
 TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over lines
 
@@ -185,14 +184,6 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None, as_jso
     results = load_results(file)
     results = results if price_per_gpu_hour is None else at_price(results, price_per_gpu_hour)
     _publish(results, file.parent, as_json=as_json)
-
-
-def report_both(before: Path, after: Path) -> None:
-    """Report two comparisons of one job side by side, into the folder of the later one."""
-    both = before_and_after(load_results(before), load_results(after))
-    files = both.write(results_file(after).parent)
-    environment = [f"{name}: {old} -> {new}" for name, old, new in both.environment]
-    _print(rich_table(both.table()), [*environment, both.summary], files)
 
 
 def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
