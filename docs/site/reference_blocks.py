@@ -205,7 +205,7 @@ def _lint_rule(rule: LintRule) -> str:
 
 def doctor_table() -> str:
     """Return what is a finding of each check of `toolkit doctor`; a name links to the source of the threshold."""
-    return "\n".join(f"- {_check_name(check.name, check.source)}: {check.threshold}" + "." for check in all_checks())
+    return "\n".join(f"- {_check_name(check.name, check.source)}: {check.threshold}." for check in all_checks())
 
 
 def _check_name(name: str, source: str) -> str:
