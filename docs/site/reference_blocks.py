@@ -193,7 +193,7 @@ def lint_rules() -> str:
 
 def _lint_rule(rule: LintRule) -> str:
     since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    phrase = re.split(r"\. (?=[A-Z`0-9])|; ", re.sub(r" \([^()`]{9,}\)", "", rule.description))[0].rstrip(".")
+    phrase = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", rule.description))[0].rstrip(".")
     return f"### {rule.name}\n\n*{rule.level}*{since}. {phrase}."
 
 
