@@ -198,11 +198,9 @@ def _lint_rule(rule: LintRule) -> str:
 
 
 def doctor_table() -> str:
-    """Return what is a finding of each check of `toolkit doctor`; a name links to the source of the threshold."""
-    return "\n".join(
-        f"- {_check_name(check.name, check.source)}: {check.threshold}" + (" (`--long`)." if check.long else ".")
-        for check in all_checks()
-    )
+    """Return the checks of `toolkit doctor`, and those of `--long`; a name links to the source of the threshold."""
+    names = {long: [_check_name(each.name, each.source) for each in all_checks() if each.long == long] for long in (0, 1)}
+    return f"- {', '.join(names[0])}\n- with `--long`: {', '.join(names[1])}"
 
 
 def _check_name(name: str, source: str) -> str:
