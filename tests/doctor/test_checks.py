@@ -210,7 +210,7 @@ def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason() -> None:
     def unreadable(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/sys/secret")
 
-    broken = NodeCheck(name="broken", threshold="", source="", long=False, examine=unreadable)
+    broken = NodeCheck(name="broken", source="", long=False, examine=unreadable)
     outcome = broken.run(NodeReadings(DoctorOptions()))
     assert (outcome.status, outcome.skipped) == (
         "skipped",

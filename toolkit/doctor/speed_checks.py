@@ -56,7 +56,7 @@ def _last_line(printed: str, code: int) -> str:
     return (printed.strip().splitlines() or [f"exit code {code}, and nothing printed"])[-1]
 
 
-@node_check("a test of `dcgmi diag -r 2` fails", f"{DCGM}dcgm-diagnostics.html", long=True)
+@node_check(f"{DCGM}dcgm-diagnostics.html", long=True)
 def dcgm(node: NodeReadings, outcome: Outcome) -> None:
     """NVIDIA's diagnostics where they are installed, `dcgmi diag -r 2`: memory, PCIe, software."""
     if not node.has_gpu:
@@ -73,7 +73,6 @@ def dcgm(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "it fails, adds up wrongly, or is slower than the slow end of the planner's table",
     "`toolkit/plan/interconnect.py`; bus bandwidth as in "
     "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
     long=True,
@@ -119,7 +118,6 @@ def all_reduce(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "with `--long`: an all-reduce of two ranks on one GPU fails in every way, or only another way works",
     "`toolkit/hardware/shared_gpu.py`",
 )
 def ranks_per_gpu(node: NodeReadings, outcome: Outcome) -> None:
