@@ -59,7 +59,25 @@ RESULTS_MODELS: dict[str, type[Model]] = {
 NAMES_SAY_ALL = (Environment, InstalledGpu, Disk, TimelineRank, MemoryByPhase, Failure, Probe, Timeline)
 # Keys whose names say it all: listed without a meaning, which the JSON Schema of the record has.
 CLEAR_KEYS = set(
-    ["schema_version", "created", "environment", "job", "rows", "trials", "method", "price_per_gpu_hour", "script", "script_sha256", "model", "dataset", "training_arguments", "stop_after_steps", "seed", "per_device_train_batch_size", "gradient_accumulation_steps", "compute_dtype", "preset", "world_size", "message", "phase", "failure", "num_nodes", "attestation_sha256", "wall_seconds", "run_folder", "losses", "grad_norms", "save_seconds", "save_bytes", "timeline", "probes", "num_params", "repeats", "repeat", "position", "order_seed", "interval", "ranks_per_gpu", "tokens_per_second_per_gpu", "planned_gpu_parameter_bytes", "planned_gpu_gradient_bytes", "planned_gpu_optimizer_bytes", "flops_per_token", "cost_per_million_tokens", "tokens_per_second_interval", "without_embeddings", "timed_step_numbers", "step_tokens", "step_seconds", "padding_fraction", "step_seconds_median", "step_seconds_p90", "peak_allocated_bytes", "peak_reserved_bytes", "peak_rank", "throttle_reasons", "first_loss", "last_loss", "non_padding_tokens_per_second", "supervised_tokens_per_second", "evaluation_seconds", "lost_steps", "starts", "other_seconds", "recompilations_after_first_steps", "graph_breaks_after_first_steps", "wrapper", "engine", "offload_optimizer", "offload_param", "gradient_clipping", "num_trainable_params", "neftune_noise_alpha", "attn_implementation", "ddp_comm_hook", "loss", "loss_chunk_tokens", "pipeline_schedule", "pipeline_stages", "micro_batches", "activation_dtype", "stages", "layers", "kernels", "packing", "optimizer_class", "sharding", "frozen_dtype", "learning_rates", "optimizer_steps", "first_rows_sha256", "torch_compile", "compiled_modules", "graph_breaks"]
+    re.findall(
+        r"\w+",
+        """
+    schema_version created environment job rows trials method price_per_gpu_hour script script_sha256 model
+    dataset training_arguments stop_after_steps seed per_device_train_batch_size gradient_accumulation_steps
+    compute_dtype preset world_size message phase failure num_nodes attestation_sha256 wall_seconds run_folder
+    losses grad_norms save_seconds save_bytes timeline probes num_params repeats repeat position order_seed
+    interval ranks_per_gpu tokens_per_second_per_gpu planned_gpu_parameter_bytes planned_gpu_gradient_bytes
+    planned_gpu_optimizer_bytes flops_per_token cost_per_million_tokens tokens_per_second_interval
+    without_embeddings timed_step_numbers step_tokens step_seconds padding_fraction step_seconds_median
+    step_seconds_p90 peak_allocated_bytes peak_reserved_bytes peak_rank throttle_reasons first_loss last_loss
+    non_padding_tokens_per_second supervised_tokens_per_second evaluation_seconds lost_steps starts
+    other_seconds recompilations_after_first_steps graph_breaks_after_first_steps wrapper engine
+    offload_optimizer offload_param gradient_clipping num_trainable_params neftune_noise_alpha
+    attn_implementation ddp_comm_hook loss loss_chunk_tokens pipeline_schedule pipeline_stages micro_batches
+    activation_dtype stages layers kernels packing optimizer_class sharding frozen_dtype learning_rates
+    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks
+        """,
+    )
 )
 
 # Table of a page of evidence -> the benchmark that recorded it.
