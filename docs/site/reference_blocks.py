@@ -55,7 +55,30 @@ RESULTS_MODELS: dict[str, type[Model]] = {
     )
 }
 
-NAMES_SAY_ALL = (InstalledGpu, Disk, TimelineRank)
+# Records of which the page has the keys alone.
+NAMES_SAY_ALL = (Environment, InstalledGpu, Disk, TimelineRank, MemoryByPhase, Failure, Probe, Timeline)
+# Keys whose names say it all: listed without a meaning, which the JSON Schema of the record has.
+CLEAR_KEYS = set(
+    re.findall(
+        r"\w+",
+        """
+    schema_version created environment job rows trials method price_per_gpu_hour script script_sha256 model
+    dataset training_arguments stop_after_steps seed per_device_train_batch_size gradient_accumulation_steps
+    compute_dtype preset world_size message phase failure num_nodes attestation_sha256 wall_seconds run_folder
+    losses grad_norms save_seconds save_bytes timeline probes num_params repeats repeat position order_seed
+    interval ranks_per_gpu tokens_per_second_per_gpu planned_gpu_parameter_bytes planned_gpu_gradient_bytes
+    planned_gpu_optimizer_bytes flops_per_token cost_per_million_tokens tokens_per_second_interval
+    without_embeddings timed_step_numbers step_tokens step_seconds padding_fraction step_seconds_median
+    step_seconds_p90 peak_allocated_bytes peak_reserved_bytes peak_rank throttle_reasons first_loss last_loss
+    non_padding_tokens_per_second supervised_tokens_per_second evaluation_seconds lost_steps starts
+    other_seconds recompilations_after_first_steps graph_breaks_after_first_steps wrapper engine
+    offload_optimizer offload_param gradient_clipping num_trainable_params neftune_noise_alpha
+    attn_implementation ddp_comm_hook loss loss_chunk_tokens pipeline_schedule pipeline_stages micro_batches
+    activation_dtype stages layers kernels packing optimizer_class sharding frozen_dtype learning_rates
+    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks
+        """,
+    )
+)
 
 # Table of a page of evidence -> the benchmark that recorded it.
 RECORDED = {"overhead": "overhead", "observed_pages_kept": "overhead", "traced_grid": "plan_errors"}
@@ -106,8 +129,6 @@ LINT_SECTIONS = {
     "axolotl": "axolotl",
     **dict.fromkeys(("sbatch", "shell", "skypilot", "verl", "openrlhf"), "Job scripts"),
 }
-# Fixes that say nothing without the finding's own, which names the key.
-NAMED_BY_FINDING = re.compile(r"(what|one of|the (nearest|new|present|flag)|a value of|nothing)\b[^:]*$")
 
 
 def markdown_table(head: Sequence[str], rows: list[list[str]]) -> str:
@@ -123,49 +144,25 @@ def folded(table: str) -> str:
 
 
 def definitions(meanings: Mapping[str, str]) -> str:
-    """Return a list of keys with their meanings."""
-    return "\n".join(f"- `{key}`: {meaning}" for key, meaning in meanings.items())
+    """Return a list of keys with their meanings, after a line with those whose names say it all."""
+    clear = ["`" + key + "`" for key in meanings if set(key.split("`, `")) <= CLEAR_KEYS]
+    lines = ["- " + ", ".join(clear)] if clear else []
+    lines += [f"- `{key}`: {meaning}" for key, meaning in meanings.items() if "`" + key + "`" not in clear]
+    return "\n".join(lines)
 
 
 def preset_table() -> str:
-    """Return one row per preset, linked to its file: what it does and when to choose it."""
-    head = ["preset", "when to choose it", "processes"]
+    """Return one row per preset, linked to its file: bytes, communication volume, and the processes that it needs."""
+    head = ["preset", "processes", "GPU bytes per parameter", "host bytes", "communication"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
 def _preset_row(preset: Preset) -> list[str]:
+    traits = characteristics(preset)
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
     name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
-    return [name, preset.summary, processes]
-
-
-def characteristics_table() -> str:
-    """Return one row per preset: bytes and communication volume."""
-    head = ["preset", "GPU bytes per parameter", "host bytes", "communication"]
-    return markdown_table(head, [_characteristics_row(preset) for preset in list_presets()])
-
-
-def _characteristics_row(preset: Preset) -> list[str]:
-    traits = characteristics(preset)
     volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
-    return [f"`{preset.name}`", traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
-
-
-def refusals_table() -> str:
-    """Return what presets do not work with, and why, and which of them do not."""
-    return _by_presets(lambda preset: characteristics(preset).not_with)
-
-
-def _by_presets(texts_of: Callable[[Preset], Sequence[str]]) -> str:
-    """Return a list of sets of presets, and below each the texts that all of these and no others have."""
-    presets: dict[str, list[str]] = {}
-    for preset in list_presets():
-        for text in texts_of(preset):
-            presets.setdefault(text, []).append(f"`{preset.name}`")
-    texts: dict[str, list[str]] = {}
-    for text, names in presets.items():
-        texts.setdefault(", ".join(names), []).append(text)
-    return "\n".join(f"- {names}:\n" + "\n".join(f"    - {text}" for text in texts[names]) for names in texts)
+    return [name, processes, traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
 
 
 def optimizer_table() -> str:
@@ -199,13 +196,13 @@ def lint_rules() -> str:
 
 def _lint_rule(rule: LintRule) -> str:
     since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    instead = "" if NAMED_BY_FINDING.match(rule.fix) else f" *Instead*: {rule.fix}"
-    return f"### {rule.name}\n\n*{rule.level}*{since}. {rule.description}{instead}"
+    phrase = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", rule.description))[0].rstrip(".")
+    return f"### {rule.name}\n\n*{rule.level}*{since}. {phrase}."
 
 
 def doctor_table() -> str:
-    """Return what is a finding of each check of `toolkit doctor`; a name links to the source of the threshold."""
-    return "\n".join(f"- {_check_name(check.name, check.source)}: {check.threshold}." for check in all_checks())
+    """Return the checks of `toolkit doctor`; a name links to the source of the threshold."""
+    return ", ".join(_check_name(check.name, check.source) for check in all_checks())
 
 
 def _check_name(name: str, source: str) -> str:
@@ -300,13 +297,12 @@ def printed(command: str, paragraphs: int) -> str:
 
 
 def argument_table() -> str:
-    """Return the arguments that the training script has beside those of `TrainingArguments`."""
-    fields = [*dataclasses.fields(ModelArguments), *dataclasses.fields(DataArguments)]
-    return definitions({f"--{field.name}": _argument_help(field) for field in fields})
-
-
-def _argument_help(field: dataclasses.Field[Any]) -> str:
-    return str(field.metadata["help"]).replace("|", "/").replace("%%", "%")
+    """Return the names of the arguments that the training script has beside those of `TrainingArguments`."""
+    kinds = {"Model, method, parallelism and measurement": ModelArguments, "Data": DataArguments}
+    return "\n".join(
+        f"- {kind}: " + ", ".join(f"`--{field.name}`" for field in dataclasses.fields(arguments))
+        for kind, arguments in kinds.items()
+    )
 
 
 def alias_table() -> str:
@@ -324,118 +320,15 @@ def _alias_rows(word: str, alias: Alias) -> Iterator[tuple[str, str]]:
         yield f"--{word} {theirs}", f"--{alias.name} {ours}"
 
 
-SHARED = "Options of several commands"
-PRESET = "preset or YAML file"
-FLAGS_ON = {"browser", "timeline", "requeue", "check-files"}  # typer names a flag that is on by default
-Record = tuple[str, str]  # an option with its metavar, and its help text
-
-
 def commands() -> str:
-    """Return every command: the first paragraph of its help, its arguments and options.
-
-    What all commands of a group have is listed with the group. What several others have is listed once, at the end.
-    """
-    groups: list[tuple[str, Any]] = []
-    alone: list[tuple[str, Any]] = []
-    for name, command in program().commands.items():
-        (groups if hasattr(command, "commands") else alone).append((f"toolkit {name}", command))
-    below = {name: [(f"{name} {word}", each) for word, each in group.commands.items()] for name, group in groups}
-    in_group = {name: _common([_records(*each) for each in each_below]) for name, each_below in below.items()}
-    leaves = {each: in_group[name] for name, each_below in below.items() for each in each_below}
-    leaves |= {each: [] for each in alone}
-    left = [[record for record in _records(*each) if record not in listed] for each, listed in leaves.items()]
-    shared = _most_common([record for records in [*in_group.values(), *left] for record in records])
-    sections = []
-    for name, command in program().commands.items():
-        name = f"toolkit {name}"
-        if name not in below:
-            sections.append(_section(name, command, [], shared))
-            continue
-        sections.append(f"## {name}\n\n{_first_paragraph(command)}\n")
-        if own := [record for record in in_group[name] if record not in shared]:
-            sections.append(f"All of its commands have:\n\n{_option_list(own)}\n")
-        sections += [
-            _section(*each, [record for record in in_group[name] if record not in shared], shared)
-            for each in below[name]
-        ]
-    return "\n".join([*sections, f"## {SHARED}\n\n{_option_list(shared)}\n"])
+    """Return every command with its summary; those of a group by their names."""
+    return "\n".join(_command_line(name, command) for name, command in program().commands.items())
 
 
-def _common(records: Sequence[list[Record]]) -> list[Record]:
-    """Return the records that all lists have."""
-    return [record for record in records[0] if all(record in others for others in records)]
-
-
-def _most_common(records: Sequence[Record]) -> list[Record]:
-    """Return the records that occur several times; of a name, the one that occurs most often."""
-    times, chosen = Counter(records), dict[str, Record]()
-    for record in sorted(times, key=lambda record: -times[record]):
-        if times[record] > 1:
-            chosen.setdefault(record[0].split(" ")[0], record)
-    return [record for record in times if record in chosen.values()]
-
-
-def _records(name: str, command: Any) -> list[Record]:
-    """Return names and help texts of a command's arguments and options, but for what follows `--`."""
-    context = command.make_context(name, [], resilient_parsing=True)
-    parameters = [parameter for parameter in command.params if parameter.name != "training_arguments"]
-    return [record for parameter in parameters if (record := parameter.get_help_record(context))]
-
-
-def _first_paragraph(command: Any) -> str:
-    return " ".join(command.help.split("\n\n")[0].split())
-
-
-def _section(name: str, command: Any, of_group: Sequence[Record], shared: Sequence[Record]) -> str:
-    """Return a command's summary, its arguments and own options, and a line with the options that it shares."""
-    lines = [f"## {name}\n\n{_first_paragraph(command)}\n"]
-    records = [record for record in _records(name, command) if record not in of_group]
-    if unshared := [record for record in records if record not in shared]:
-        lines.append(_option_list(unshared) + "\n")
-    common = [record for record in records if record in shared and record[0] != "--json"]  # the page names it once
-    if common:
-        names = ", ".join(f"`{_without_type(option)}`" for option, _ in common)
-        lines.append(f"[Shared](#{SHARED.lower().replace(' ', '-')}): {names}\n")
-    return "\n".join(lines)
-
-
-def _option_list(records: Sequence[Record]) -> str:
-    """Return the options in two columns; names alone of those that are training arguments."""
-    fields = {field.name for each in (ModelArguments, DataArguments) for field in dataclasses.fields(each)}
-    in_training = [
-        (first, text)
-        for first, text in records
-        if first.lstrip("-").split(" ")[0].replace("-", "_") in fields and "default" not in text
-    ]
-    own = [(_without_type(first), _short(text)) for first, text in records if (first, text) not in in_training]
-    width = max((len(first) for first, _ in own), default=0)
-    lines = ["```text", *(f"{first:{width}}  {text}" for first, text in own), "```"] if own else []
-    if in_training:
-        names = ", ".join(f"`{_without_type(first)}`" for first, _ in in_training)
-        lines += ["", f"As in [training](arguments.md): {names}"]
-    return "\n".join(lines).strip()
-
-
-def _without_type(option: str) -> str:
-    """Return an option in one word: `--cpu / --no-cpu` becomes `--[no-]cpu`, and `-v, --verbose` its long name."""
-    option = re.sub(r"--([\w-]+) / --no-\1", r"--[no-]\1", option)
-    return option.removeprefix("-v, ").split(" ")[0]
-
-
-def _short(text: str) -> str:
-    """Return a help text's first clause, what marks the option, and its default; `--help` has the rest."""
-    text = (
-        text.replace(" (see `toolkit presets`)", "")
-        .replace("`", "")
-        .replace("a preset, or an accelerate YAML file", PRESET)
-    )
-    text, _, marks = text.partition("  [")
-    default = re.search(r"default: ([^;\]]+)", marks) or re.search(r"; (?:by )?default:? (.*)", text)
-    words = [text.split("; ")[0].split(", repeatable")[0].split(", for example")[0]]
-    words += ["[required]"] * ("required" in marks) + ["[repeatable]"] * ("repeatable" in text)
-    if default and default[1] not in FLAGS_ON:
-        words.append(f"[{default[1]}]")
-    return " ".join(words)
+def _command_line(name: str, command: Any) -> str:
+    words = ", ".join(f"`{word}`" for word in getattr(command, "commands", {}))
+    summary = " ".join(command.help.split("\n\n")[0].split())
+    return f"- `toolkit {name}`{' ' + words if words else ''}: {summary}"
 
 
 # Section of run-folder.md -> the keys that mean the same in a row: of the largest rank, or of the repeats' median.
@@ -531,8 +424,6 @@ BUILT: dict[str, Callable[[], str]] = {
     "optimizers": optimizer_table,
     "lint_rules": lint_rules,
     "doctor_checks": doctor_table,
-    "characteristics": characteristics_table,
-    "refusals": refusals_table,
     "arguments": argument_table,
     "aliases": alias_table,
     "commands": commands,

@@ -1,11 +1,11 @@
-"""A check of a node: what it looks at, its threshold with its source, what it measured, and what is wrong.
+"""A check of a node: what it looks at, the source of its threshold, what it measured, and what is wrong.
 
 A check is a function named like the check; its docstring says what it looks at:
 
-    @node_check("`/dev/shm` below 1 GiB (a container has 64 MiB by default)", "https://...")
+    @node_check("https://...")
     def shared_memory(node: NodeReadings, outcome: Outcome) -> None: ...
 
-The table in docs/how-to/doctor.md is generated from the registered checks.
+The list in docs/how-to/doctor.md is generated from the registered checks.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ class NodeCheck:
     """A registered check."""
 
     name: str
-    threshold: str  # when it is a finding
     source: str  # where the threshold comes from: an address, or `our choice` with the reason
     examine: Examine  # adds what it measured, and what is wrong
 
@@ -188,12 +187,12 @@ class NodeCheck:
 CHECKS: dict[str, NodeCheck] = {}
 
 
-def node_check(threshold: str, source: str) -> Callable[[Examine], Examine]:
+def node_check(source: str) -> Callable[[Examine], Examine]:
     """Register a function as the check of its name."""
 
     def register(examine: Examine) -> Examine:
         name = examine.__name__.replace("_", "-")
-        CHECKS[name] = NodeCheck(name=name, threshold=threshold, source=source, examine=examine)
+        CHECKS[name] = NodeCheck(name=name, source=source, examine=examine)
         return examine
 
     return register

@@ -43,7 +43,6 @@ def _is_below(value: float | None, normal: float | None) -> bool:
 
 
 @node_check(
-    "the driver does not answer, fewer GPUs than on the bus or in `--gpus-per-node`, or (a note) a job sees only some",
     f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
 )
 def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
@@ -66,8 +65,6 @@ def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "an uncorrectable error since the driver was loaded, more than 4 in SRAM in the GPU's life, a failed or pending "
-    "remapping, or ECC off",
     f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
 )
 def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
@@ -90,7 +87,6 @@ def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "an action other than none, or a fabric that is not initialised (CUDA error 802)",
     f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
 )
 def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
@@ -124,7 +120,7 @@ XID_ACTIONS = {
 XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 
-@node_check("by the catalog: a reset or reboot is an error, a restart of the job a warning, else a note", XID_CATALOG)
+@node_check(XID_CATALOG)
 def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
     """Xid errors, which the driver writes into the kernel log, since boot."""
     log = output_of("dmesg") or output_of("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager")
@@ -144,8 +140,6 @@ def gpu_xid(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "clocks reduced by the hardware (an error), by heat or power, a power limit more than 2 % below its default, "
-    "different GPUs, persistence mode off",
     "https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html, "
     f"https://docs.nvidia.com/deploy/driver-persistence/; 2 %: {OWN_CHOICE}",
 )
@@ -174,7 +168,7 @@ def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, "; ".join(sorted(kinds)), "the same on all GPUs", fix)
 
 
-@node_check("another process holds memory of a GPU: a run there may end out of memory", OWN_CHOICE)
+@node_check(OWN_CHOICE)
 def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
     """Processes on the GPUs."""
     for gpu in node.gpus():
@@ -190,7 +184,6 @@ def gpu_processes(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "an error counter above 0, an inactive link, or a pair of GPUs without NVLink or peer access",
     f"{DEBUG_GUIDE}#how-to-check-error-counters-of-nvlink-links, {XID_CATALOG} (Xid 74), "
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
 )

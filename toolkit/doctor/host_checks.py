@@ -35,7 +35,7 @@ MOVED_BY = {
 }
 
 
-@node_check("`/dev/shm` below 1 GiB (a container has 64 MiB by default)", NCCL_CONTAINERS)
+@node_check(NCCL_CONTAINERS)
 def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
     """Size of /dev/shm, through which NCCL, gloo and data loader workers exchange data."""
     size, writable = report.filesystem_bytes(SHARED_MEMORY), os.access(SHARED_MEMORY, os.W_OK)
@@ -46,9 +46,7 @@ def shared_memory(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR, what, gib(size), f"at least {gib(GIB)}", fix)
 
 
-@node_check(
-    "lockable memory below 1 GiB, on a node with a GPU or an RDMA port, or for a preset that offloads", NCCL_CONTAINERS
-)
+@node_check(NCCL_CONTAINERS)
 def ulimit_memlock(node: NodeReadings, outcome: Outcome) -> None:
     """Memory that a process may lock: RDMA and offload buffers."""
     limit = outcome.measured["bytes"] = limits.locked_memory_limit_bytes()
@@ -58,9 +56,7 @@ def ulimit_memlock(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR if node.rdma_ports else WARNING, "little memory may be locked", gib(limit), "unlimited", fix)
 
 
-@node_check(
-    "fewer than 4,096 open files", f"{OWN_CHOICE}: a socket to each peer, and files of shards and data loader workers"
-)
+@node_check(f"{OWN_CHOICE}: a socket to each peer, and files of shards and data loader workers")
 def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
     """Files and sockets that a process may have open: too few end in `Too many open files`."""
     limit = outcome.measured["files"] = limits.soft_limit(resource.RLIMIT_NOFILE)
@@ -69,7 +65,6 @@ def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    f"fewer than 2 cores per rank on a node with a GPU, or a load above {limits.BUSY_LOAD_PER_CORE:g} per core",
     f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
 )
 def cores(node: NodeReadings, outcome: Outcome) -> None:
@@ -86,7 +81,6 @@ def cores(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "less than the plan needs (an error), less available now (a warning), processes killed for memory (a note)",
     "`toolkit plan` (docs/concepts/plan.md), with the default batch",
 )
 def host_memory(node: NodeReadings, outcome: Outcome) -> None:
@@ -109,9 +103,7 @@ def host_memory(node: NodeReadings, outcome: Outcome) -> None:
 # -- Network
 
 
-@node_check(
-    "a port not active, or an InfiniBand port slower than others", "https://docs.kernel.org/infiniband/sysfs.html"
-)
+@node_check("https://docs.kernel.org/infiniband/sysfs.html")
 def rdma(node: NodeReadings, outcome: Outcome) -> None:
     """Ports of InfiniBand, RoCE and EFA: state and rate."""
     if not node.rdma_ports:
@@ -129,7 +121,6 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "one that switches off a fast path, or an interface that does not exist",
     "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
 )
 def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
@@ -152,7 +143,6 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "less than 10 GiB free (an error below 1 GiB, or if not writable)",
     f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
 )
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
@@ -169,7 +159,6 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "libaio or async_io is missing, or the disk cannot do it (a note, unless a preset offloads to NVMe)",
     "docs/how-to/optimizers.md: what `toolkit train` refuses",
 )
 def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
@@ -196,7 +185,6 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a token that others can read, a cache in memory, or (a note) no token",
     "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
 )
 def hub(_: NodeReadings, outcome: Outcome) -> None:
@@ -218,7 +206,7 @@ def hub(_: NodeReadings, outcome: Outcome) -> None:
 # -- Installed software
 
 
-@node_check("one that every run imports is missing", "pyproject.toml")
+@node_check("pyproject.toml")
 def libraries(_: NodeReadings, outcome: Outcome) -> None:
     """The libraries that every run imports."""
     outcome.measured = dict(limits.library_versions())
@@ -227,7 +215,6 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "a CPU build on a node with GPUs, or torch's major version above the driver's (its minor: a note)",
     "https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
 )
 def cuda(node: NodeReadings, outcome: Outcome) -> None:
@@ -245,7 +232,6 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "two packages of NCCL, or another NCCL on LD_LIBRARY_PATH",
     "torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
 )
 def nccl(_: NodeReadings, outcome: Outcome) -> None:
@@ -266,7 +252,6 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "Liger, bitsandbytes, NVML's library or nvcc is missing, on a node with GPUs",
     "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
 )
 def packages(node: NodeReadings, outcome: Outcome) -> None:
@@ -278,7 +263,6 @@ def packages(node: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "no compiler or headers (an error), no ninja, or an nvcc of another major version than torch's CUDA",
     "DeepSpeed accepts other minor versions only: "
     "https://github.com/deepspeedai/DeepSpeed/blob/master/op_builder/builder.py (assert_no_cuda_mismatch)",
 )
@@ -297,7 +281,6 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    "not compiled (a note: the first run does it), writable by others, or locked by a killed compilation",
     "docs/concepts/security.md",
 )
 def ops(_: NodeReadings, outcome: Outcome) -> None:
