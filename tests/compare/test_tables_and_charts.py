@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import run_command
-from results_documents import (
-    GIB,
-    Document,
-    answer_text,
-    bars,
-    before_and_after,
-    html_text,
-    markdown_text,
-    read,
-    widths,
-)
+from results_documents import GIB, Document, answer_text, bars, before_and_after, html_text, markdown_text, read, widths
 
 
 def test_a_column_that_no_row_has_is_left_out_and_a_table_without_figures_too(results: Document) -> None:

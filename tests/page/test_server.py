@@ -47,8 +47,7 @@ ASKED = [(command, name) for name in JOBS for command in ("plan", "recommend")]
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
-    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in ASKED],
+    ("command", "name"), [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in ASKED]
 )
 def test_an_answer_is_what_the_command_prints(
     command: str, name: str, page: ServedPage, capsys: pytest.CaptureFixture[str]

@@ -29,11 +29,7 @@ def planned(preset: str = "single", world_size: int = 1, *, rows: int = 2, **giv
     """The plan of a tiny Llama with rows of 64 tokens."""
     settings = {name: given.pop(name) for name in list(given) if name in Method.__dataclass_fields__}
     job = PlannedJob(
-        method=Method(**settings),
-        per_device_train_batch_size=rows,
-        max_seq_length=64,
-        lengths_differ=False,
-        **given,
+        method=Method(**settings), per_device_train_batch_size=rows, max_seq_length=64, lengths_differ=False, **given
     )
     return plan_memory(tiny(), load_preset(preset), world_size=world_size, job=job)
 

@@ -83,18 +83,8 @@ def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
     ],
 )
 def test_a_script_without_a_training_ends_with_its_own_error(mode: str, said: str, tmp_path: Path) -> None:
-    words = [
-        "--preset",
-        "ddp",
-        "--num-processes",
-        "2",
-        "--script",
-        str(SCRIPT),
-        "--cpu",
-        "--",
-        mode,
-        str(tmp_path / "x"),
-    ]
+    words = ["--preset", "ddp", "--num-processes", "2", "--script", str(SCRIPT), "--cpu", "--", mode]
+    words += [str(tmp_path / "x")]
     ended = toolkit("rehearse", *words)
     assert ended.returncode == 1
     assert said in ended.stderr
