@@ -10,24 +10,15 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu
 from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate
 from toolkit.plan.finish import Cost
-from toolkit.plan.planner import (
-    Plan,
-    PlanRequest,
-    best_plan,
-    check_request,
-    plan_of,
-    smallest_plan,
-    why_unsupported,
-)
+from toolkit.plan.planner import Plan, PlanRequest, best_plan, check_request, plan_of, smallest_plan, why_unsupported
 from toolkit.presets.spec import PresetSpec
 
 
 def gpus_for(request: PlanRequest, costs: Cost) -> list[Plan]:
     """Return a plan for each GPU of the table that the job fits on, with the fewest of them, the cheapest first.
 
-    Each has the simplest of the fastest presets that fit; those that offload to the host count
-    only where presets are named.
-    With prices, only GPUs that have one are compared; without, those with the least memory in all come first.
+    Each has the simplest of the fastest presets that fit; those that offload to the host count only where presets are
+    named. With prices, only GPUs that have one are compared; without, those with the least memory in all come first.
     Raises ToolkitError as `make_plans` does, and where no number of any of them is enough.
     """
     gpus = [gpu for gpu in GPUS if gpu.peak_flops("bf16") and (gpu.name in costs.prices or not costs.prices)]
