@@ -84,6 +84,19 @@ FULL = AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "")
 GRPO = "model_name_or_path: MODEL\ndataset_name: a/b\nnum_generations: 4\nmax_completion_length: 100\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n"),
+        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n"),
+        ("ours.yaml", f"{OURS}lora_r: 4\nlora_config: [use_dora=true]\n"),
+    ],
+)
+def test_dora_of_a_file_is_planned(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert configured_plan(tmp_path / name, None, PlanOptions(), given=()).options.dora is True
+
+
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 ROWS = "--model_name_or_path MODEL --per_device_train_batch_size 2"
 SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
@@ -166,9 +179,6 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("t.sh", "accelerate launch --num_processes 2 trl/scripts/grpo.py --num_generations 4 --use_vllm"
          f" --vllm_gpu_memory_utilization 0.5 {ROWS}",
          {"method": "grpo", "num_generations": 4, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.5}),
-        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n", {"dora": True}),
-        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n", {"dora": True}),
-        ("ours.yaml", f"{OURS}lora_r: 4\nlora_config: [use_dora=true]\n".replace("lora_r: 8\n", ""), {"dora": True}),
         ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", {"load_in_8bit": True, "pure_bf16": None}),
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", {"load_in_8bit": True, "load_in_4bit": False}),
         ("t.sh", f"{TRL} --use_peft --load_in_8bit", {"load_in_8bit": True, "fp32_base": None}),
