@@ -142,12 +142,10 @@ def test_there_is_no_mfu_without_a_shape_a_speed_or_a_peak(tiny_model: Path) -> 
 def test_a_row_has_only_the_columns_of_its_own_completed_side_runs() -> None:
     profile = {"communication_fraction": 0.25, "exposed_communication_fraction": 0.1}
     save = {"save_seconds": 3.0, "save_bytes": 7}
-    records = [
-        trial("ddp", 0).updated(trial="ddp-n2-profile", kind="side_run", kinds=("profile",), **profile),
-        trial("ddp", 0).updated(trial="ddp-n2-save", kind="side_run", kinds=("save",), status="failed", **save),
-        trial("zero2", 0).updated(trial="zero2-n2-save", kind="side_run", kinds=("save",), **save),
-        trial("ddp", 0),
-    ]
+    records = [trial("ddp", 0).updated(trial="ddp-n2-profile", kind="side_run", kinds=("profile",), **profile)]
+    records += [trial("ddp", 0).updated(trial="ddp-n2-save", kind="side_run", kinds=("save",), status="failed", **save)]
+    records += [trial("zero2", 0).updated(trial="zero2-n2-save", kind="side_run", kinds=("save",), **save)]
+    records += [trial("ddp", 0)]
     by_name = {record.trial: record for record in records}
     ddp = side_run_columns(by_name, RowKey(preset="ddp", world_size=2))
     assert (ddp["communication_fraction"], ddp["save_seconds"]) == (0.25, None)

@@ -12,12 +12,7 @@ from comparison_records import DDP, FSDP2_TP, comparison
 from toolkit.compare.commands import check_comparison
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
-from toolkit.compare.specification import (
-    ComparisonSpec,
-    make_specification,
-    open_comparison,
-    with_own_batches,
-)
+from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, with_own_batches
 from toolkit.errors import ToolkitError
 from toolkit.job.global_batch import strong_scaling_batches
 from toolkit.job.job import Job

@@ -6,15 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from results_documents import (
-    GIB,
-    Document,
-    answer_text,
-    bars,
-    html_text,
-    markdown_text,
-    widths,
-)
+from results_documents import GIB, Document, answer_text, bars, html_text, markdown_text, widths
 
 
 def test_a_column_that_no_row_has_is_left_out_and_a_table_without_figures_too(results: Document) -> None:

@@ -136,12 +136,7 @@ def entered(page: Page, name: str, text: str) -> None:
     answered(page)
 
 
-DAILY = range(0, 60, 6)
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(each, marks=[] if each in DAILY else [pytest.mark.nightly]) for each in range(60)]
-)
+@pytest.mark.parametrize("number", range(60))
 def test_the_page_answers_what_the_command_line_prints(
     number: int, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,17 +161,6 @@ def test_the_compared_jobs_have_all_methods_presets_and_architectures() -> None:
     assert {fields["method"] for _, fields, _ in jobs} == set(METHODS)
     assert {fields.get("preset") for _, fields, _ in jobs} >= set(preset_names())
     assert {model.removeprefix("models/") for model, _, config in jobs if config} == set(ARCHITECTURE_NAMES)
-
-
-def test_an_answer_is_shown_with_a_bar_for_each_preset(page: Page) -> None:
-    entered(page, "model", "Qwen/Qwen3-8B")
-    assert page.inner_text("#badge") == "It fits"
-    plans = json.loads(
-        ask(page, {"command": "plan", "model": "Qwen3-8B", "fields": {"gpu": "h100", "gpus": "8"}})["text"]
-    )
-    assert page.locator(".bar").count() == len(plans["plans"])
-    assert page.inner_text("#recommended h2").startswith("Recommended: ")
-    assert "toolkit train --preset" in page.inner_text("#commands")
 
 
 def test_every_request_is_for_the_pages_own_folder(page: Page, requests: list[str], address: str) -> None:
@@ -228,7 +212,6 @@ def test_a_model_that_the_hub_refuses_says_why_and_offers_to_paste_its_file(
     assert focused == "config"
 
 
-@pytest.mark.nightly
 def test_a_link_carries_all_inputs(page: Page, browser: Browser) -> None:
     page.select_option("#gpu", "l40s")
     entered(page, "gpus", "4")

@@ -105,7 +105,7 @@ def tokenize() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hej"}]
     sample = Sample(messages=messages * 2)
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path="exported"), chat_template=None)
-    encode_chat(sample, tokenizer, supervise_all=False, max_tokens=None)
+    encode_chat(sample, tokenizer, supervise_all=False, max_seq_length=None)
 
 
 def run_format(run: Path) -> Format:

@@ -146,14 +146,11 @@ def preset_formats() -> list[Format]:
         seeds.append({**files, "mine.yaml": text.encode()})
     dry_run = ("train", "--dry-run", "--preset", "mine.yaml", "--num-processes")
     split = (*dry_run, "4", "--cpu", "--", *JOB)
-    commands = [
-        *(command("preset", "show", "mine.yaml", *options) for options in ((), ("--as", "trainer"))),
-        *(command("lint", *options, "mine.yaml") for options in ((), ("--json",), ("--fix",))),
-        command("preset", "export", "out", "mine.yaml"),
-        command("plan", "model", "--gpu", "h100", "--num-processes", "8", "--preset", "mine.yaml"),
-        command(*dry_run, "2", "--cpu", "--", *JOB),
-        command(*dry_run, "4", "--gpu", "h100", "--", *JOB),
-    ]
+    commands = [*(command("preset", "show", "mine.yaml", *options) for options in ((), ("--as", "trainer")))]
+    commands += [*(command("lint", *options, "mine.yaml") for options in ((), ("--json",), ("--fix",)))]
+    commands += [command("preset", "export", "out", "mine.yaml")]
+    commands += [command("plan", "model", "--gpu", "h100", "--num-processes", "8", "--preset", "mine.yaml")]
+    commands += [command(*dry_run, "2", "--cpu", "--", *JOB), command(*dry_run, "4", "--gpu", "h100", "--", *JOB)]
     for_yaml = [command(*split, "--tp", "2"), command(*split, "--cp", "2")]
     for_json = [command("preset", "show", "mine.yaml", "--as", "deepspeed"), command(*split, "--sp", "2")]
     for_json.append(command("lint", "mine.json"))

@@ -13,34 +13,22 @@ from toolkit.job.argument_aliases import ALIASES, HINTS, canonical_values
 from toolkit.job.argument_reading import argument_types, read_arguments
 
 # Name and value of the other tool, ours.
-ACCEPTED = [
-    ("dataset_name", "owner/name", "dataset", "owner/name"),
-    ("dataset_config", "en", "dataset_config", "en"),
-    ("max_length", "512", "max_seq_length", "512"),
-    ("model_revision", "v1.1", "revision", "v1.1"),
-    ("base_model", "Qwen/Qwen3-8B", "model_name_or_path", "Qwen/Qwen3-8B"),
-    ("lora_rank", "8", "lora_r", "8"),
-    ("lora_target", "q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
-    ("lora_target", "all", "lora_target_modules", ["all-linear"]),
-    ("dataset_num_proc", "4", "preprocessing_num_workers", "4"),
-    ("assistant_only_loss", "true", "loss_on", "assistant"),
-    ("train_on_inputs", "true", "loss_on", "all"),
-    ("train_on_inputs", "false", "loss_on", "assistant"),
-    ("sample_packing", "true", "packing", "true"),
-    ("micro_batch_size", "4", "per_device_train_batch_size", "4"),
-    ("flash_attention", "true", "attn_implementation", "flash_attention_2"),
-]
+ACCEPTED = [("dataset_name", "owner/name", "dataset", "owner/name"), ("dataset_config", "en", "dataset_config", "en")]
+ACCEPTED += [("max_length", "512", "max_seq_length", "512"), ("model_revision", "v1.1", "revision", "v1.1")]
+ACCEPTED += [("base_model", "Qwen/Qwen3-8B", "model_name_or_path", "Qwen/Qwen3-8B"), ("lora_rank", "8", "lora_r", "8")]
+ACCEPTED += [("lora_target", "q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"])]
+ACCEPTED += [("lora_target", "all", "lora_target_modules", ["all-linear"])]
+ACCEPTED += [("dataset_num_proc", "4", "preprocessing_num_workers", "4")]
+ACCEPTED += [("assistant_only_loss", "true", "loss_on", "assistant"), ("train_on_inputs", "true", "loss_on", "all")]
+ACCEPTED += [("train_on_inputs", "false", "loss_on", "assistant"), ("sample_packing", "true", "packing", "true")]
+ACCEPTED += [("micro_batch_size", "4", "per_device_train_batch_size", "4")]
+ACCEPTED += [("flash_attention", "true", "attn_implementation", "flash_attention_2")]
 # Name and value of the other tool, what the hint says to type.
-REFUSED = [
-    ("cutoff_len", "512", "`--max_seq_length`"),
-    ("sequence_len", "512", "`--max_seq_length`"),
-    ("use_peft", "true", "`--lora_r 16`"),
-    ("dtype", "bfloat16", "`--bf16 false`"),
-    ("config", "job.yaml", "`-- config.yaml --max_steps 8`"),
-    ("num_processes", "2", "`toolkit train --num-processes 2 -- ...`"),
-    ("assistant_only_loss", "false", "`--loss_on`"),
-    ("flash_attention", "false", "`--attn_implementation`"),
-]
+REFUSED = [("cutoff_len", "512", "`--max_seq_length`"), ("sequence_len", "512", "`--max_seq_length`")]
+REFUSED += [("use_peft", "true", "`--lora_r 16`"), ("dtype", "bfloat16", "`--bf16 false`")]
+REFUSED += [("config", "job.yaml", "`-- config.yaml --max_steps 8`")]
+REFUSED += [("num_processes", "2", "`toolkit train --num-processes 2 -- ...`")]
+REFUSED += [("assistant_only_loss", "false", "`--loss_on`"), ("flash_attention", "false", "`--attn_implementation`")]
 # What another name was once mistaken for.
 MISLEADING = {"use_peft": "use_cpu", "lora_rank": "local_rank", "config": "lora_config"}
 

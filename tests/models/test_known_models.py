@@ -90,11 +90,7 @@ for model in sys.argv[1:]:
 
 
 @pytest.mark.parametrize(
-    "models",
-    [
-        pytest.param(READABLE[::20], id="some"),
-        pytest.param(READABLE, id="all", marks=pytest.mark.nightly),
-    ],
+    "models", [pytest.param(READABLE[::20], id="some"), pytest.param(READABLE, id="all", marks=pytest.mark.nightly)]
 )
 def test_bundled_models_are_planned_without_the_libraries_that_train(models: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", PLAN, *models], capture_output=True, text=True, check=False)

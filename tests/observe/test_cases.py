@@ -56,7 +56,7 @@ VERIFIED = [
     *("prompt_tuning", "split_batches", "unused", "workers", "eval_loop_after", "eval_fixed"),
 ]
 QUICK = [
-    Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1),
+    Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1)
 ]
 NIGHTLY = [
     Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
@@ -68,7 +68,6 @@ NIGHTLY = [
     # Alone, torch 2.13 may hang in `destroy_process_group` of gloo: it is not launched alone.
     Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
     *(Case(name) for name in VERIFIED),
-    Case("two_trainers", trainings=2),
     # Clipping counts gradients that DDP does not reduce: the ranks' heads really come apart.
     Case("zero_init", says=("warning: the ranks do not train one model", "parameters were unfrozen after the engine")),
     Case("auto_find"),
@@ -79,7 +78,6 @@ NIGHTLY = [
     Case("fp16_flag", says=note("compute_dtype on rank 0 is float32, expected float16")),  # not on a CPU
     Case("lion_bf16", says=note("optimizer_dtype")),
     Case("fsdp2_plain", says=("no Trainer was made",), status="failed", code=1, trainings=0),
-    Case("exit3", says=("the script called sys.exit(3)",), status="failed", code=1),
     Case("cb_raises", says=("cb_raises.py", "ValueError: my callback failed"), status="failed", code=1),
     Case("rank1_raises", says=("rank1_raises.py", "KeyError: 'only rank 1'"), status="failed", code=1),
 ]

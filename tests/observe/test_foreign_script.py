@@ -148,18 +148,8 @@ def launched(
     folder: Path, *words: str, options: tuple[str, ...] = (), preset: str = "zero2"
 ) -> subprocess.CompletedProcess[str]:
     own = ["--preset", preset, "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit",
-        "train",
-        *own,
-        *options,
-        "--",
-        words[0],
-        str(folder / "out"),
-        *words[1:],
-    ]
+    command = [sys.executable, "-m", "toolkit", "train", *own, *options, "--", words[0], str(folder / "out")]
+    command += [*words[1:]]
     return run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
 
 

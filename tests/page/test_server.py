@@ -18,6 +18,7 @@ from served_page import ServedPage, served_page
 
 from toolkit.models.config_fields import MAX_CONFIG_BYTES
 from toolkit.models.read_model import bundled_models
+from toolkit.page import page_html
 
 LLAMA = ROOT / "tests" / "fixtures" / "llama-8b"
 LORA = {"lora_r": "16", "load_in_4bit": "on"}
@@ -46,8 +47,7 @@ ASKED = [(command, name) for name in JOBS for command in ("plan", "recommend")]
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
-    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in ASKED],
+    ("command", "name"), [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in ASKED]
 )
 def test_an_answer_is_what_the_command_prints(
     command: str, name: str, page: ServedPage, capsys: pytest.CaptureFixture[str]
@@ -83,6 +83,17 @@ def test_the_page_and_its_files_are_served_and_nothing_else(page: ServedPage) ->
 def test_the_table_has_a_row_per_known_model(page: ServedPage) -> None:
     status, table = page.get("known")
     assert (status, table.count('<tr><th scope="row">')) == (200, len(bundled_models()))
+
+
+def test_a_method_that_a_known_model_is_refused_and_what_fits_nowhere_are_left_empty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    models = ("nvidia/Nemotron-H-8B-Base-8K", "moonshotai/Kimi-K2-Instruct")  # peft refuses a layer of the first
+    monkeypatch.setattr(page_html, "bundled_models", lambda: models)
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    small, large = page_html.known_rows()
+    assert small["full"]["h100-sxm"] == 2
+    assert small["lora"] == large["qlora"] == dict.fromkeys(page_html.TABLE_GPUS)
 
 
 @pytest.mark.parametrize(

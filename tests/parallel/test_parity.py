@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ def test_a_pipelines_checkpoint_is_a_model_folder_whose_states_are_not_converted
     with pytest.raises(ToolkitError, match="optimizer states of a pipeline's stages") as refused:
         convert(checkpoint, tmp_path / "out", load_preset("ddp"), num_processes=2)
     assert str(refused.value.hint).endswith(f"start from its weights: `--model_name_or_path {checkpoint}`")
+
+
+def test_each_fix_that_a_run_leaves_out_is_there() -> None:
+    fixes = [run.without_fix.split(":") for run in RUNS.values() if run.without_fix]
+    assert len(fixes) == 2
+    assert all(callable(getattr(import_module(module), name)) for module, name in fixes)
 
 
 @pytest.mark.nightly

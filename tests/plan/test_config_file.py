@@ -74,26 +74,6 @@ def test_the_number_of_processes_and_the_epochs_come_from_the_file(tmp_path: Pat
     assert planned(tmp_path, "axolotl.yaml", AXOLOTL).num_train_epochs == 2
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("trl dpo --use_peft --beta 0.2", {"method": "dpo", "beta": 0.2, "lora_r": 16, "vllm": None}),
-        ("trl kto --precompute_ref_log_probs", {"method": "kto", "precompute_ref_log_probs": True, "lora_r": None}),
-        (
-            "accelerate launch --num_processes 2 trl/scripts/grpo.py --num_generations 4 --use_vllm"
-            " --vllm_gpu_memory_utilization 0.5",
-            {"method": "grpo", "num_generations": 4, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.5},
-        ),
-    ],
-)
-def test_a_trl_command_has_its_method_and_what_decides_its_memory(
-    command: str, expected: dict[str, object], tmp_path: Path
-) -> None:
-    options = planned(tmp_path, "trl.sh", f"{command} --model_name_or_path MODEL --per_device_train_batch_size 2")
-    assert {name: getattr(options, name) for name in expected} == expected
-    assert options.per_device_train_batch_size == 2
-
-
 def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path) -> None:
     text = "model_name_or_path: MODEL\ndataset_name: trl-lib/ultrafeedback_binarized\nbeta: 0.0\n"
     options = planned(tmp_path, "rloo.yaml", text, "method", method="rloo")
@@ -118,6 +98,9 @@ def test_dora_of_a_file_is_planned(tmp_path: Path, name: str, text: str) -> None
 
 
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
+ROWS = "--model_name_or_path MODEL --per_device_train_batch_size 2"
+SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
+SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +124,13 @@ STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
         ("t.sh", f"{TRL} --optim lomo", "--optim lomo", "optim"),
         ("ours.yaml", f"{OURS}bf16: false\n", "bf16 false", "preset"),
         ("ours.yaml", "model_name_or_path: MODEL\ntrain_only: [lm_head.*]\n", "train_only", "method"),
+        ("s.yaml", SWIFT.replace("max_length: 2048\n", ""), "max_length, which is absent", "max_seq_length"),
+        ("s.yaml", SWIFT.replace(": lora", ": adalora"), "tuner_type is not planned", "lora_r"),
+        ("s.yaml", f"{SWIFT}sequence_parallel_size: 2\n", "sequence_parallel_size 2", "cp"),
+        ("s.yaml", f"{SWIFT}use_galore: true\n", "use_galore True", "optim"),
+        ("s.yaml", f"{SWIFT}gradient_accumulation_steps: $(expr 16 / 2)\n", "expr 16 / 2",
+         "gradient_accumulation_steps"),
+        ("s.yaml", f"{SWIFT}rlhf_type: ppo\n", "trains with 'ppo'", "method"),
     ],
 )  # fmt: skip
 def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_its_option_is_given(
@@ -151,7 +141,7 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
     assert setting in refused.value.message
     assert f"--{option.replace('_', '-')}" in f"{refused.value.message} {refused.value.hint}"
     values = {"max_seq_length": 64, "lora_r": 4, "preset": ("zero3",), "cp": 2, "load_in_4bit": True, "method": "sft"}
-    values |= {"optim": "adafactor", "attn_implementation": "sdpa"}
+    values |= {"optim": "adafactor", "attn_implementation": "sdpa", "gradient_accumulation_steps": 2}
     assert getattr(planned(tmp_path, name, text, option, **{option: values[option]}), option) == values[option]
 
 
@@ -183,19 +173,12 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: ao_adamw_8bit\n", {"optim": "adamw_torch_8bit"}),
         ("t.sh", TRL.replace("max_length", "max_seq_length"), {"max_seq_length": 512, "loss": "full"}),
         ("t.sh", TRL.replace("sft.py", "src/open_r1/sft.py"), {"max_seq_length": 512, "loss": "full"}),
-    ],
-)  # fmt: skip
-def test_what_a_file_trains_and_with_which_loss_is_planned(
-    name: str, text: str, expected: dict[str, object], tmp_path: Path
-) -> None:
-    (tmp_path / "dpo").mkdir()
-    options = planned(tmp_path, name, text)
-    assert {key: getattr(options, key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
+        ("t.sh", f"trl dpo --use_peft --beta 0.2 {ROWS}", {"method": "dpo", "beta": 0.2, "lora_r": 16, "vllm": None}),
+        ("t.sh", f"trl kto --precompute_ref_log_probs {ROWS}",
+         {"method": "kto", "precompute_ref_log_probs": True, "lora_r": None}),
+        ("t.sh", "accelerate launch --num_processes 2 trl/scripts/grpo.py --num_generations 4 --use_vllm"
+         f" --vllm_gpu_memory_utilization 0.5 {ROWS}",
+         {"method": "grpo", "num_generations": 4, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.5}),
         ("a.yaml", f"{AXOLOTL}load_in_8bit: true\n", {"load_in_8bit": True, "pure_bf16": None}),
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 8\n", {"load_in_8bit": True, "load_in_4bit": False}),
         ("t.sh", f"{TRL} --use_peft --load_in_8bit", {"load_in_8bit": True, "fp32_base": None}),
@@ -209,25 +192,6 @@ def test_what_a_file_trains_and_with_which_loss_is_planned(
         ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters
         ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}pure_bf16: true\n", {"pure_bf16": True}),
         ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: adamw_bnb_8bit\n", {"optim": "adamw_bnb_8bit"}),
-    ],
-)  # fmt: skip
-def test_the_numerics_of_a_file_are_planned(name: str, text: str, expected: dict[str, object], tmp_path: Path) -> None:
-    options = planned(tmp_path, name, text)
-    assert {key: getattr(options, key) for key in expected} == expected
-
-
-SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
-SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
-
-
-def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
-    (tmp_path / "theirs.yaml").write_text(SWIFT)
-    assert planned(tmp_path, "s.sh", "swift sft theirs.yaml --max_length 64").max_seq_length == 64
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
         ("s.yaml", f"{SWIFT}deepspeed: zero2\nrlhf_type: dpo\n",
          {"preset": ("zero2",), "method": "dpo", "lora_r": 4, "max_seq_length": 2048, "program": "ms-swift"}),
         ("s.yaml", f"{SWIFT}quant_bits: 8\n", {"load_in_8bit": True, "activation_checkpointing": True}),
@@ -236,31 +200,17 @@ def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
          {"lora_r": None, "packing": True, "attn_implementation": "flash_attention_2", "preset": ("zero3",)}),
     ],
 )  # fmt: skip
-def test_a_file_or_a_command_of_ms_swift_is_planned(
+def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     name: str, text: str, expected: dict[str, object], tmp_path: Path
 ) -> None:
+    (tmp_path / "dpo").mkdir()
     options = planned(tmp_path, name, text)
     assert {key: getattr(options, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "setting", "option"),
-    [
-        (SWIFT.replace("max_length: 2048\n", ""), "max_length, which is absent", "--max-seq-length"),
-        (SWIFT.replace(": lora", ": adalora"), "tuner_type is not planned", "--lora-r"),
-        (f"{SWIFT}sequence_parallel_size: 2\n", "sequence_parallel_size 2", "--cp"),
-        (f"{SWIFT}use_galore: true\n", "use_galore True", "--optim"),
-        (f"{SWIFT}gradient_accumulation_steps: $(expr 16 / 2)\n", "expr 16 / 2", "--gradient-accumulation-steps N"),
-        (f"{SWIFT}rlhf_type: ppo\n", "trains with 'ppo'", "--method"),
-    ],
-)
-def test_what_ms_swift_trains_otherwise_is_refused_by_name(
-    text: str, setting: str, option: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ToolkitError) as refused:
-        planned(tmp_path, "s.yaml", text)
-    assert setting in refused.value.message
-    assert option in str(refused.value.hint)
+def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(SWIFT)
+    assert planned(tmp_path, "s.sh", "swift sft theirs.yaml --max_length 64").max_seq_length == 64
 
 
 def test_checkpoints_in_host_memory_are_planned_from_a_file(tmp_path: Path) -> None:

@@ -46,15 +46,8 @@ def test_steps_are_counted_as_the_trainer_counts_them(work: Work, steps: int) ->
 
 
 def test_hours_are_steps_and_dollars_are_hours_of_all_gpus(capsys: Capsys) -> None:
-    words = [
-        *WORDS,
-        "--dataset-tokens",
-        "81920000",
-        "--price-per-gpu-hour",
-        "h100=2.5",
-        "--per-device-train-batch-size",
-        "1",
-    ]
+    words = [*WORDS, "--dataset-tokens", "81920000", "--price-per-gpu-hour", "h100=2.5"]
+    words += ["--per-device-train-batch-size", "1"]
     [row] = json_of(words, capsys)["plans"]
     finish = row["finish"]
     assert finish["steps"] == 10_000  # 8 rows of 1,024 tokens

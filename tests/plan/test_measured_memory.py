@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -75,22 +74,17 @@ def peaks() -> tuple[list[Peak], Counter[str]]:
         margin = plan.margin.of(plan.planned_peak_bytes, plan.peak.state_bytes)
         figure = float(row["peak_gib"]) * GIB
         context = driver_bytes(setup.engine)
+        kinds = {"reserved": plan.planned_peak_bytes - (context if row["peak_kind"] == "reserved" else 0)}
+        measured_bytes = {"reserved": figure}
         if row["peak_kind"] == "allocated":
-            allocated = plan.peak.allocated_bytes
-            compared.append(
-                Peak(job=job, kind="allocated", engine=engine, planned=allocated, measured=figure, margin=margin)
-            )
-            figure = used_mib(row) * MIB
-            if engine != "FSDP1":  # which reserves more, because of `recordStream`
-                total = plan.planned_peak_bytes
-                compared.append(
-                    Peak(job=job, kind="reserved", engine=engine, planned=total, measured=figure, margin=margin)
-                )
-        else:
-            planned = plan.planned_peak_bytes - (context if row["peak_kind"] == "reserved" else 0)
-            compared.append(
-                Peak(job=job, kind="reserved", engine=engine, planned=planned, measured=figure, margin=margin)
-            )
+            kinds = {"allocated": plan.peak.allocated_bytes, "reserved": plan.planned_peak_bytes}
+            measured_bytes = {"allocated": figure, "reserved": used_mib(row) * MIB}
+            if engine == "FSDP1":  # which reserves more, because of `recordStream`
+                del kinds["reserved"]
+        about = {"job": job, "engine": engine, "margin": margin}
+        compared += [
+            Peak(**about, kind=kind, planned=size, measured=measured_bytes[kind]) for kind, size in kinds.items()
+        ]
     return compared, reasons
 
 
@@ -129,24 +123,3 @@ def test_the_margin_of_a_verdict_has_most_published_peaks_inside_for_each_engine
     print(shares)
     assert min(shares.values()) > 0.8  # on one GPU five rows of QwenLM are outside
     assert (sum(map(sum, inside.values())), sum(map(len, inside.values()))) == (30, 35)
-
-
-def test_what_one_row_reserves_beside_its_tensors_does_not_make_plans_of_other_rows_better() -> None:
-    """The reason for which `--measured` shows the peak of a run, and corrects no other."""
-    by_source: dict[str, list[tuple[float, float, float]]] = {}
-    for peak in peaks()[0]:
-        if peak.kind == "reserved" and peak.engine == "one GPU" and (setup := peak.job.setup) is not None:
-            plan = plan_memory(setup.shape, setup.preset, world_size=setup.world_size, job=setup.job)
-            sizes = (float(plan.peak.allocated_bytes), peak.planned, peak.measured)
-            by_source.setdefault(peak.job.source, []).append(sizes)
-    for source, sizes_of in by_source.items():
-        errors: dict[str, list[float]] = {"not calibrated": [], "scaled": [], "shifted": []}
-        for one, (allocated, planned, reserved) in itertools.permutations(sizes_of, 2):
-            beside = max(0.0, (one[2] - one[0]) / (one[1] - one[0]))
-            corrected = {"not calibrated": planned, "scaled": allocated + beside * (planned - allocated)}
-            corrected["shifted"] = planned + one[2] - one[1]
-            for name, size in corrected.items():
-                errors[name].append(size / reserved - 1)
-        print(*(f"{source:17} {name:15} {shown(each)}" for name, each in errors.items()), sep="\n")
-        tenth = {name: sorted(map(abs, each))[int(0.9 * len(each))] for name, each in errors.items()}
-        assert tenth["not calibrated"] < min(tenth["scaled"], tenth["shifted"]), source

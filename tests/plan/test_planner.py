@@ -20,15 +20,7 @@ from toolkit.plan.candidates import best_candidates
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_table import PlanAnswer, are_states_checked, plan_lines, summary
 from toolkit.plan.planned_job import PlannedJob, check_planned_job
-from toolkit.plan.planner import (
-    PlanRequest,
-    best_plan,
-    make_plans,
-    plan_line,
-    plan_request,
-    plan_run,
-    plan_run_here,
-)
+from toolkit.plan.planner import PlanRequest, best_plan, make_plans, plan_line, plan_request, plan_run, plan_run_here
 from toolkit.plan.recommend import recommend, recommend_request
 from toolkit.presets import list_presets, load_preset
 from toolkit.units import GIB

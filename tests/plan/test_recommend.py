@@ -116,12 +116,7 @@ def test_4_bit_weights_that_fit_are_replicated() -> None:
 @pytest.mark.parametrize(
     ("changes", "presets", "message", "hint"),
     [
-        (
-            {"memory_gib": 20},
-            ["fsdp2", "zero3"],
-            r"on 8 x h100-sxm.*fit: .* GiB of 20.0 ",
-            "LoRA fits here, ",
-        ),
+        ({"memory_gib": 20}, ["fsdp2", "zero3"], r"on 8 x h100-sxm.*fit: .* GiB of 20.0 ", "LoRA fits here, "),
         ({"memory_gib": 2}, ["fsdp2"], "nothing fits", "a shorter `--max-seq-length`, or a larger GPU"),
         ({"gpu": find_gpu("v100-32gb")}, ["ddp"], r"no preset is for 8 x v100-32gb: .*has no hardware", "see `toolkit"),
         ({"host_memory_bytes": 64 * GIB}, ["zero3_cpu_offload"], "of host memory per node, which has 64.0", ""),

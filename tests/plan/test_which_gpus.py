@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from command_line import json_of, run_command
 from launching import LLAMA_8B_CONFIG
@@ -75,10 +73,3 @@ def test_a_gpu_without_bf16_is_no_answer(capsys: Capsys) -> None:
 
 def test_the_job_is_checked_first(capsys: Capsys) -> None:
     assert "--load-in-4bit needs --lora-r" in run_command([*WORDS, "--load-in-4bit"], capsys)[2]
-
-
-def test_named_gpus_answer_as_before(capsys: Capsys) -> None:
-    code, out, err = run_command(
-        [*WORDS, "--gpu", "h100", "--num-processes", "8", "--preset", "zero3", "--json"], capsys
-    )
-    assert (code, err, json.loads(out)["plans"][0]["gpu"]) == (0, "", "h100-sxm")

@@ -8,11 +8,8 @@ from toolkit.record.reading import RankReading
 
 
 def test_only_what_was_asked_for_and_did_not_run_is_a_difference() -> None:
-    rows = [
-        row("attention", "sdpa", "math", detail="float32", costs="1.5 GiB of scores", repair="bf16=True"),
-        row("experts", "grouped_mm", "grouped_mm"),
-        row("liger", "use_liger_kernel", "", repair="drop it"),
-    ]
+    rows = [row("attention", "sdpa", "math", detail="float32", costs="1.5 GiB of scores", repair="bf16=True")]
+    rows += [row("experts", "grouped_mm", "grouped_mm"), row("liger", "use_liger_kernel", "", repair="drop it")]
     rank = RankReading(rank=1) | reading_of(rows)
     assert (rank.attention, rank.experts, "liger" in rank.to_json()) == ("math", "grouped_mm", False)
     assert list(map(str, kernel_differences([rank]))) == ["liger on rank 1 is nothing, expected use_liger_kernel"]

@@ -34,11 +34,8 @@ def row(rank: int, **measured: Any) -> StepRow:
 
 
 def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -> None:
-    steps = [
-        [row(0, seconds=9.0), row(1, seconds=8.0)],
-        [row(0, seconds=0.5), row(1, seconds=1.0)],
-        [row(0, seconds=1.0), row(1, seconds=0.25)],
-    ]
+    steps = [[row(0, seconds=9.0), row(1, seconds=8.0)], [row(0, seconds=0.5), row(1, seconds=1.0)]]
+    steps += [[row(0, seconds=1.0), row(1, seconds=0.25)]]
     measured = measure(steps, untimed_steps=1)
     assert measured.step_seconds == (9.0, 1.0, 1.0)
     assert (measured.summary()["steps"], measured.timed_steps, measured.timed_seconds) == (3, 2, 2.0)
@@ -79,11 +76,9 @@ def reading(at: float, joules: float | None, *reasons: str) -> dict[str, Any]:
 
 def test_energy_is_mean_power_times_the_seconds_of_the_timed_steps_if_every_rank_has_a_counter() -> None:
     first = [{"seconds": 9.0, "gpu_reading": reading(9.0, 0.0, "software power cap")}] * 2  # untimed
-    timed = [
-        [{"gpu_reading": reading(10.0, 1000.0)}, {"gpu_reading": reading(10.5, 5000.0)}],
-        [{"gpu_reading": None}, {"gpu_reading": None}],
-        [{"gpu_reading": reading(12.0, 1600.0)}, {"gpu_reading": reading(12.5, 5800.0, "hardware slowdown")}],
-    ]
+    timed = [[{"gpu_reading": reading(10.0, 1000.0)}, {"gpu_reading": reading(10.5, 5000.0)}]]
+    timed += [[{"gpu_reading": None}, {"gpu_reading": None}]]
+    timed += [[{"gpu_reading": reading(12.0, 1600.0)}, {"gpu_reading": reading(12.5, 5800.0, "hardware slowdown")}]]
     steps = [[row(rank, **step[rank]) for rank in (0, 1)] for step in [first, *timed]]
     measured = measure(steps, untimed_steps=1)
     assert measured.energy_joules == 2100  # (600 / 2 + 800 / 2) W over 3 timed steps of 1 s

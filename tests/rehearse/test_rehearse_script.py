@@ -12,6 +12,10 @@ from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, read, toolkit
 from model_configs import LLAMA
 
 from toolkit.errors import ToolkitError
+from toolkit.models.read_model import read_model
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.methods import Method
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
@@ -79,18 +83,8 @@ def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
     ],
 )
 def test_a_script_without_a_training_ends_with_its_own_error(mode: str, said: str, tmp_path: Path) -> None:
-    words = [
-        "--preset",
-        "ddp",
-        "--num-processes",
-        "2",
-        "--script",
-        str(SCRIPT),
-        "--cpu",
-        "--",
-        mode,
-        str(tmp_path / "x"),
-    ]
+    words = ["--preset", "ddp", "--num-processes", "2", "--script", str(SCRIPT), "--cpu", "--", mode]
+    words += [str(tmp_path / "x")]
     ended = toolkit("rehearse", *words)
     assert ended.returncode == 1
     assert said in ended.stderr
@@ -129,8 +123,9 @@ TRL_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def trl_arguments(script: str, model: Path, folder: Path) -> list[str]:
-    rows = [TRL_ROWS[script] | ({"label": number % 2 == 0} if script == "kto" else {}) for number in range(32)]
+def trl_arguments(script: str, model: Path, folder: Path, **columns: str) -> list[str]:
+    row = TRL_ROWS[script] | columns
+    rows = [row | ({"label": number % 2 == 0} if script == "kto" else {}) for number in range(32)]
     if script == "kto":
         rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
     (folder / "rows").mkdir()
@@ -199,6 +194,30 @@ def test_an_8b_and_its_reference_model_are_traced_without_weights(
     assert found["num_params"] == 8_030_261_248
     assert found["parameter_bytes"] == found["other_model_bytes"]["ref_model"] == 4 * 8_030_261_248 // size
     assert found["peaks"]["step"]["total_bytes"] == pytest.approx(20 * 8_030_261_248 / size, rel=0.001)
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("method", "preset", "size"), [("dpo", "single", 1), ("dpo", "fsdp2", 8), ("kto", "single", 1)]
+)
+def test_the_planned_peak_of_a_method_is_that_of_trls_own_step(
+    method: str, preset: str, size: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Qwen3-1.7B on two rows that are cut to 512 tokens, all of the completion but one word."""
+    config = ROOT / "tests" / "fixtures" / "qwen3-1.7b" / "config.json"
+    full = " ".join(LONG for _ in range(10))
+    columns = {"completion": full} if method == "kto" else {"chosen": full, "rejected": full}
+    given = trl_arguments(method, without_weights(tiny_model, tmp_path, read(config)), tmp_path, **columns)
+    given += ["--max_length", "512", "--gradient_checkpointing", "false"]
+    world = ["--preset", preset, "--num-processes", str(size), "--fake-tensors"]
+    found = rehearse(*world, script=f"trl.scripts.{method}", arguments=given)
+    job = PlannedJob(
+        method=Method(method=method), per_device_train_batch_size=2, max_seq_length=512, lengths_differ=False
+    )
+    plan = plan_memory(read_model(str(config)), load_preset(preset), world_size=size, job=job)
+    planned = max(phase.allocated_bytes for phase in plan.phases if phase.phase in {"score", *found["peaks"]})
+    assert planned == pytest.approx(max(each["total_bytes"] for each in found["peaks"].values()), rel=0.05)
 
 
 PLAIN_SCRIPT = """

@@ -13,13 +13,9 @@ from toolkit.observe.batches import IGNORED
 from toolkit.train.data.data_report import DataStats, mark_supervised
 from toolkit.train.data.tokenization import EncodedSource, encode, encode_rows, row_encoder
 
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hej?"},
-    {"role": "assistant", "content": "Hello 🙂\n\nyou"},
-    {"role": "user", "content": "  Åter?\n"},
-    {"role": "assistant", "content": "Again.\n"},
-]
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hej?"}]
+TURNS += [{"role": "assistant", "content": "Hello 🙂\n\nyou"}, {"role": "user", "content": "  Åter?\n"}]
+TURNS += [{"role": "assistant", "content": "Again.\n"}]
 RENDERED = (
     "<|im_start|>system\nBe brief.<|im_end|>\n"
     "<|im_start|>user\nHej?<|im_end|>\n"

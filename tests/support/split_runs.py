@@ -96,7 +96,7 @@ def _resumed(run: SplitRun, name: str, step: int) -> SplitRun:
 
 
 def _without_fix(run: SplitRun, fix: str) -> SplitRun:
-    return replace(run, baseline="", without_fix=f"toolkit.parallel.{fix}")
+    return replace(run, baseline="", without_fix=f"toolkit.engines.{fix}")
 
 
 PIPELINE = "pipeline_1f1b"

@@ -37,17 +37,13 @@ def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder:
     assert (front["library_name"], front["base_model"]) == ("peft", "tiny-llama")
     assert {"finetune-toolkit", "sft", "lora"} <= set(front["tags"])
     measured = read(adapter_folder / "run.json")["measured"]
-    expected = [
-        f"faq-en-alpaca.jsonl, 453 rows; {DATA_ATTRIBUTION}",
-        "LoRA, r 4, alpha 8, on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        "Preset | ddp, ranks: 2 (cpu)",
-        "Steps | 3, each of 4 sequences of up to 64 tokens; ",
-        "Learning rate | 0.001, linear, adamw_torch",
-        f"Loss | {measured['first_loss']:.4f} in the first step, {measured['last_loss']:.4f} in the last, ",
-        " evaluated |",
-        "engine ddp, sharding replicate, compute_dtype float32, master_dtype float32",
-        "licence: see the base model",
-    ]
+    expected = [f"faq-en-alpaca.jsonl, 453 rows; {DATA_ATTRIBUTION}"]
+    expected += ["LoRA, r 4, alpha 8, on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"]
+    expected += ["Preset | ddp, ranks: 2 (cpu)", "Steps | 3, each of 4 sequences of up to 64 tokens; "]
+    expected += ["Learning rate | 0.001, linear, adamw_torch"]
+    expected += [f"Loss | {measured['first_loss']:.4f} in the first step, {measured['last_loss']:.4f} in the last, "]
+    expected += [" evaluated |", "engine ddp, sharding replicate, compute_dtype float32, master_dtype float32"]
+    expected += ["licence: see the base model"]
     for fact in expected:
         assert fact in text
     assert not re.search(r"[\s'\"`(]/\w", text), "a path of this machine"

@@ -99,10 +99,7 @@ ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (4096 + 64 + 2 * LAYER_ROW
 @needs_bitsandbytes
 @pytest.mark.parametrize(
     ("preset", "optim", "expected"),
-    [
-        ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)),
-        ("ddp", "adafactor", ADAFACTOR),
-    ],
+    [("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)), ("ddp", "adafactor", ADAFACTOR)],
 )
 def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str, int]) -> None:
     whole = start(preset, "--optim", optim, *NOT_SAVED, "--save_strategy", "steps", "--save_steps", "2")

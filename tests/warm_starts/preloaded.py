@@ -16,11 +16,7 @@ from pathlib import Path
 from socket import socket
 
 from toolkit.engines.zero_process import import_muon_uncompiled
-from toolkit.observe.rank_process import (
-    garbage_collector_off,
-    prepare_environment,
-    without_bitsandbytes,
-)
+from toolkit.observe.rank_process import garbage_collector_off, prepare_environment, without_bitsandbytes
 
 _before = set(os.environ)
 # Without NVML, the check for GPUs initialises the CUDA driver, which forked processes could not use any more.

@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.paths import cache_folder
 from toolkit.hardware.gpu_table import GPUS, Gpu, find_gpu
@@ -94,13 +95,14 @@ def known_rows() -> list[dict[str, Any]]:
 
 
 def _fewest_gpus(model: str, options: PlanOptions) -> dict[str, int | None]:
-    from toolkit.plan.finish import Cost
     from toolkit.plan.planner import plan_request
-    from toolkit.plan.which_gpus import gpus_for
+    from toolkit.plan.which_gpus import fewest_of_each
 
-    costs = Cost(prices=dict.fromkeys(TABLE_GPUS, 1.0))
-    plans = gpus_for(replace(plan_request(model, options), world_sizes=[]), costs)
-    return dict.fromkeys(TABLE_GPUS) | {plan.request.gpu.name: plan.world_size for plan in plans}
+    fewest: dict[str, int | None] = dict.fromkeys(TABLE_GPUS)
+    with contextlib.suppress(ToolkitError):  # peft adapts the layers of some architectures by name only
+        request = replace(plan_request(model, options), world_sizes=[])
+        fewest |= {gpu.name: size for gpu, size, _ in fewest_of_each(request, map(find_gpu, TABLE_GPUS))}
+    return fewest
 
 
 def _gpu_groups() -> list[tuple[str, list[Gpu]]]:

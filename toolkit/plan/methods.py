@@ -1,7 +1,7 @@
 """Training methods beside supervised fine-tuning, as TRL runs them: what each adds to the memory of a rank.
 
-Read in the source of TRL 1.16 and checked against traces of its own trainers (`tests/plan/test_methods.py`, which also
-fails where a default of TRL changes):
+Read in the source of TRL 1.16 and checked against traces of its own trainers (docs/evidence/plan-accuracy.md;
+`tests/plan/test_methods.py` fails where a default of TRL changes):
 
 - DPO makes one forward of 2·B rows, then the reference's forward while the policy's graph is alive. KTO scores the
   mismatched completions of its KL term before that, without a graph. A reward model has 2·B rows and a head of one row.

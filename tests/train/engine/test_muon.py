@@ -28,11 +28,9 @@ def test_two_steps_are_those_of_torchs_own_optimizers() -> None:
     matrices = [p for name, p in reference.named_parameters() if name.endswith("proj.weight")]
     others = [p for name, p in reference.named_parameters() if not name.endswith("proj.weight")]
     decayed = [p for p in others if p.ndim == 2]
-    own = [
-        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(decayed, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99)),
-        torch.optim.AdamW([p for p in others if p.ndim == 1], lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99)),
-    ]
+    own = [torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    own += [torch.optim.AdamW(decayed, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))]
+    own += [torch.optim.AdamW([p for p in others if p.ndim == 1], lr=1e-2, weight_decay=0.0, betas=(0.9, 0.99))]
     tokens = torch.arange(8).reshape(1, 8)
     for _ in range(2):
         for each, steps in ((model, [optimizer]), (reference, own)):

@@ -16,11 +16,8 @@ from toolkit.plan.model_states import model_states
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 
-pytestmark = [
-    pytest.mark.launch,
-    pytest.mark.nightly,
-    pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed"),
-]
+pytestmark = [pytest.mark.launch, pytest.mark.nightly]
+pytestmark += [pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")]
 LORA_R = 4
 SHARDED = ("fsdp2", "zero3")
 PRESETS = ["zero2", *SHARDED]
