@@ -211,7 +211,7 @@ class Candidate:
         text = f"{degrees}per-GPU batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
             text += f", accumulation {self.job.gradient_accumulation_steps}"
-        if self.job.keeps_whole_gradients:
+        if self.preset.traits.chooses_accumulation and self.job.keeps_whole_gradients:
             text += " of whole gradients"
         return text + (", activation checkpointing" if self.job.activation_checkpointing else "")
 

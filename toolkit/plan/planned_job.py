@@ -142,11 +142,18 @@ class PlannedJob(Job):
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP2."""
-        return self.accumulate == WHOLE and self.gradient_accumulation_steps > 1
+        """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP.
+
+        Other programs leave it to the Trainer, which makes that choice (transformers 5.23, `_run_epoch`; as in 4.28).
+        """
+        others = self.numerics.program != TOOLKIT or self.numerics.fsdp1
+        chosen = self.accumulate or (WHOLE if others else None)
+        return chosen == WHOLE and self.gradient_accumulation_steps > 1
 
     def accumulate_under(self, preset: PresetSpec) -> str | None:
         """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
+        if preset.traits.chooses_accumulation and self.keeps_whole_gradients:
+            return WHOLE
         return (self.accumulate or default_accumulate(preset)) if self.gradient_accumulation_steps > 1 else None
 
     @property
