@@ -24,6 +24,7 @@ from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
+from toolkit.plan.phases import PhaseMemory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import PROGRAMS, Numerics
 from toolkit.presets import load_preset
@@ -34,9 +35,8 @@ needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reaso
 
 
 def planned(preset: str = "single", ranks: int = 1, **options: Any) -> MemoryPlan:
-    job = PlannedJob.from_options(
-        PlanOptions(per_device_train_batch_size=1, gradient_accumulation_steps=1, **options), full_length=True
-    )
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    job = PlannedJob.from_options(PlanOptions(**{**sizes, **options}), full_length=True)
     return plan_memory(llama_8b(), load_preset(preset), world_size=ranks, job=job)
 
 
@@ -366,3 +366,70 @@ def test_expandable_segments_save_nothing_in_the_step_under_deepspeed() -> None:
     reserved = [plan.overhead_bytes - plan.driver_bytes for plan in plans]
     assert reserved[1] > 0.05 * plans[1].phases[-1].allocated_bytes
     assert reserved[0] > reserved[1]
+
+
+ALPACA = {"fsdp1": True, "loss": "upcast", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+
+
+def test_fsdp_gathers_fp32_weights_on_each_gpu_to_save_them_unless_told_otherwise() -> None:
+    """stanford_alpaca#65: 35.54 GiB allocated on one of 8 A100s, and 502 MiB of the head still to be cloned."""
+    job = {"max_seq_length": 512, "activation_checkpointing": False, "attn_implementation": "eager", **ALPACA}
+    llama = read_model("Llama-2-7b-hf")
+    plans = [
+        plan_memory(llama, load_preset("fsdp2"), world_size=8, job=PlannedJob.from_options(options, full_length=False))
+        for options in (PlanOptions(**job, save_on_gpu=True), PlanOptions(**job, save_on_gpu=False), PlanOptions(**job))
+    ]
+    on_gpu, on_host, not_said = plans
+    assert on_gpu.peak.phase == "save"
+    assert on_gpu.peak.allocated_bytes / GIB == pytest.approx(35.54 + 502 / 1024, rel=0.02)
+    assert [phase.phase for phase in on_host.phases][-1] == "step"
+    assert on_host.planned_peak_bytes == not_said.planned_peak_bytes
+    assert not_said.other == (on_gpu.possible_peak_bytes, "--no-save-on-gpu")
+
+
+def test_gradients_of_other_programs_wait_whole_between_accumulation_steps_under_fsdp() -> None:
+    """The Trainer runs all but the last of these steps under accelerate's `no_sync`; the toolkit does not."""
+    ours = planned("fsdp2", 8, gradient_accumulation_steps=8)
+    for program in ({"program": "trainer", "pure_bf16": False}, {"fsdp1": True, "save_on_gpu": False}):
+        theirs = planned("fsdp2", 8, gradient_accumulation_steps=8, **program)
+        assert _of(theirs, "forward").buffer_bytes - _of(ours, "forward").buffer_bytes == 2 * LLAMA_8B_PARAMS
+        one_step = planned("fsdp2", 8, gradient_accumulation_steps=1, **program)
+        assert _of(one_step, "forward").buffer_bytes == _of(ours, "forward").buffer_bytes
+        assert (
+            planned("fsdp2", 8, gradient_accumulation_steps=8, accumulate="sharded", **program).phases != theirs.phases
+        )
+
+
+def _of(plan: MemoryPlan, name: str) -> PhaseMemory:
+    return next(phase for phase in plan.phases if phase.phase == name)
+
+
+def test_zero3_gathers_all_weights_at_once_to_merge_adapters_for_vllm() -> None:
+    options = {"method": "grpo", "vllm": "server", "num_generations": 8}
+    full, adapters = (_of(planned("zero3", 8, lora_r=r, **options), "generate") for r in (None, 8))
+    assert adapters.buffer_bytes - full.buffer_bytes == pytest.approx(2 * LLAMA_8B_PARAMS, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("job", "option"),
+    [
+        (
+            f"{LLAMA_8B_CONFIG} --program trl --lora-r 8 --max-seq-length 16384 --gpu a100-80gb",
+            "--attn-implementation sdpa",
+        ),
+        (
+            "Llama-3.2-3B --program ms-swift --gpu-memory-gib 40 --gpu-tflops 300 --attn-implementation sdpa",
+            "--optim adamw_torch_fused",
+        ),
+    ],
+)
+def test_what_fits_in_one_reading_of_a_job_alone_is_too_close_and_names_the_option_that_decides(
+    job: str, option: str, capsys: Any
+) -> None:
+    words = ["plan", *job.split(), "--num-processes", "1", "--preset", "single", "--activation-checkpointing"]
+    words += ["--per-device-train-batch-size", "1"]
+    said = run_command(words, capsys)[1]
+    assert said.startswith("too close to call")
+    assert f"unless `{option}`" in said
+    assert f"it fits with `{option}`" in said
+    assert run_command([*words, *option.split()], capsys)[1].startswith("fits on")

@@ -21,7 +21,7 @@ from toolkit.plan.phases import PhaseMemory, Rank, peaks
 from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
 from toolkit.plan.programs import TOOLKIT
 from toolkit.presets.spec import PresetSpec
-from toolkit.units import GIB
+from toolkit.units import GIB, tenths_of_gib
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does_not_fit", "too_close"
 # Share of a plan, apart from the model states, by which the peak may be higher: 30 of 35 published peaks are inside
@@ -76,6 +76,8 @@ class MemoryPlan:
     """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
     host: HostMemory
     margin: Margin
+    other: tuple[int, str] = (0, "")
+    """The most that is possible in another reading of the job's options, and the option that would rule it out."""
 
     @property
     def peak(self) -> PhaseMemory:
@@ -99,6 +101,11 @@ class MemoryPlan:
     def possible_peak_bytes(self) -> int:
         """Upper end of the range: the planned peak, and the margin by which it may be higher."""
         return self.planned_peak_bytes + self.margin.of(self.planned_peak_bytes, self.peak.state_bytes)
+
+    @property
+    def other_text(self) -> str:
+        """What the most that is possible would be in the other reading, for people."""
+        return f"up to {tenths_of_gib(self.other[0])} unless `{self.other[1]}`"
 
 
 def plan_memory(
@@ -141,6 +148,11 @@ def plan_engine_memory(
         load=load,
     )
     phases = peaks(rank)
+    in_step = next(phase.allocated_bytes for phase in phases if phase.phase == "step")
+    readings = [
+        (plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
+        for option, other in job.other_readings()
+    ]
     return MemoryPlan(
         states=states,
         phases=phases,
@@ -149,12 +161,13 @@ def plan_engine_memory(
             engine,
             activation_bytes=max(phase.activation_bytes for phase in phases),
             logits_bytes=max(phase.logits_bytes for phase in phases),
-            step_bytes=0 if weights.adapters else phases[-1].allocated_bytes,
+            step_bytes=0 if weights.adapters else in_step,
             expandable_segments=job.numerics.expandable_segments,
         ),
         driver_bytes=driver_bytes(engine),
         host=host_memory(engine, weights, states, job),
         margin=_margin(engine, shape, job),
+        other=max(readings, default=(0, "")),
     )
 
 
@@ -202,13 +215,14 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
     """Return the verdict for a GPU of `memory_bytes`, and for a node of `host_bytes` if given."""
     if host_bytes is not None and plan.host.peak_bytes > host_bytes:
         return DOES_NOT_FIT
-    return fit_verdict(
+    verdict = fit_verdict(
         planned_peak_bytes=plan.planned_peak_bytes,
         exact_bytes=plan.peak.state_bytes,
         memory_bytes=memory_bytes,
         margin=plan.margin,
         least_peak_bytes=plan.least_peak_bytes,
     )
+    return TOO_CLOSE if verdict == FITS and plan.other[0] > memory_bytes else verdict
 
 
 @lru_cache(maxsize=64)

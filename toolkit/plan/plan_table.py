@@ -138,7 +138,9 @@ def summary(answer: PlanAnswer) -> str:
 def settings_that_fit(plan: Plan) -> list[str]:
     """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
     job = plan.job
+    said = dict(job.other_readings()).keys()
     changes: dict[str, dict[str, Any]] = {
+        **{f"`{option}`": {"not_given": ()} for option in said if option == plan.memory.other[1]},
         "`--activation-checkpointing`": {} if job.activation_checkpointing else {"activation_checkpointing": True},
         "`--loss chunked`": {"loss": "chunked"} if job.loss in ("full", "upcast") else {},
         "`--expandable-segments`": {"numerics": replace(job.numerics, expandable_segments=True)},
