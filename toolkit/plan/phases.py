@@ -237,7 +237,7 @@ def save(rank: Rank) -> Iterator[PhaseMemory]:
     if rank.job.numerics.save_on_gpu and rank.engine.traits.gathers_layers:
         weights = rank.weights
         root = weights.embedding + (0 if rank.shape.tied_embeddings else rank.head)
-        cloned = FP32_BYTES * (weights.num_trained + root) + rank.engine.element_bytes * weights.num_frozen
+        cloned = weights.held_bytes(rank.engine.element_bytes) + FP32_BYTES * root
         yield _moment(rank, "save", 0, buffers=cloned)
 
 

@@ -131,9 +131,11 @@ class PlannedJob(Job):
         numerics, decided = self.numerics, replace(self, not_given=())
         if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
             yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
-        if self.lora_r is not None:
-            return
-        if "optim" in self.not_given and (PROGRAMS[numerics.program].any_optimizer or self.loss == "upcast"):
+        if (
+            "optim" in self.not_given
+            and self.lora_r is None
+            and (PROGRAMS[numerics.program].any_optimizer or self.loss == "upcast")
+        ):
             yield "--optim adamw_torch_fused", replace(decided, optim="adamw_torch")
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
