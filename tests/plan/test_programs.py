@@ -433,3 +433,11 @@ def test_what_fits_in_one_reading_of_a_job_alone_is_too_close_and_names_the_opti
     assert f"unless `{option}`" in said
     assert f"it fits with `{option}`" in said
     assert run_command([*words, *option.split()], capsys)[1].startswith("fits on")
+
+
+def test_eager_attention_is_planned_where_there_are_formulas_and_else_said_to_be_missing(capsys: Any) -> None:
+    words = "--gpu h100 --num-processes 1 --preset single --per-device-train-batch-size 1 --attn-implementation eager"
+    said = [
+        run_command(["plan", model, *words.split()], capsys)[1] for model in ("zai-org/glm-4-9b-hf", "Llama-2-7b-hf")
+    ]
+    assert ["what eager attention saves" in text for text in said] == [True, False]

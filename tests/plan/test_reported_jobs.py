@@ -40,7 +40,7 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
     ("half", "out_of_memory", "wrong"),
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 4), ("last", 8, 0), ("latest", 17, 3)],
-        ("newest", 25, 0),
+        *[("newest", 25, 0), ("final", 10, 2)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -72,10 +72,12 @@ def test_jobs_that_ran_out_of_memory_and_fit_are_few_and_no_margin_would_tell_th
     wrong = {row["id"]: room for row, room in fits if row["reported"] == "OOM"}
     for name, room in wrong.items():
         print(f"{name:16} fits by {room:.1f} margins")
-    thin = {"lf-6942": "whether GPU or host", "lf-3914": "the error is an image"}
-    thin |= {"openrlhf-384-eager": "whose numerics"}
+    thin = {"lf-6942": "whether GPU or host", "openrlhf-384-eager": "whose numerics"}
+    thin |= {"lf-1722": "an older model, and which GPU"}
+    # LLaMA-Factory 0.7 trained on several GPUs in one process (`cli.py`), so under DataParallel, which is not planned.
+    in_one_process = {"lf-3914", "lf-3612-8"}
     not_known = {"lf-5070", "lf-1383", "lf-5709", "ms-swift-4486"}
-    assert wrong.keys() == {*thin, *not_known}
+    assert wrong.keys() == {*thin, *in_one_process, *not_known}
     assert len(fits) >= 55
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
     assert statistics.mean(enough) < 0.12
