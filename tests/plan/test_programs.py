@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
+from toolkit.plan.phases import PhaseMemory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import PROGRAMS, Numerics
 from toolkit.presets import load_preset
@@ -34,9 +36,8 @@ needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reaso
 
 
 def planned(preset: str = "single", ranks: int = 1, **options: Any) -> MemoryPlan:
-    job = PlannedJob.from_options(
-        PlanOptions(per_device_train_batch_size=1, gradient_accumulation_steps=1, **options), full_length=True
-    )
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    job = PlannedJob.from_options(PlanOptions(**{**sizes, **options}), full_length=True)
     return plan_memory(llama_8b(), load_preset(preset), world_size=ranks, job=job)
 
 
@@ -356,7 +357,7 @@ def test_preference_jobs_of_llama_factory_and_ms_swift_have_logits_and_trls_have
 
 def test_the_margin_of_another_program_is_wider_where_nothing_is_sharded() -> None:
     """ms-swift's full fine-tune of a 7B under ZeRO-3 is published with 14 % more than planned."""
-    for preset, ranks, margin in (("zero3", 8, 0.15), ("ddp", 8, 0.30), ("single", 1, 0.30)):
+    for preset, ranks, margin in (("zero3", 8, 0.20), ("ddp", 8, 0.30), ("single", 1, 0.30)):
         other = planned(preset, ranks, program="ms-swift")
         assert other.possible_peak_bytes == pytest.approx((1 + margin) * other.planned_peak_bytes)
 
@@ -366,3 +367,89 @@ def test_expandable_segments_save_nothing_in_the_step_under_deepspeed() -> None:
     reserved = [plan.overhead_bytes - plan.driver_bytes for plan in plans]
     assert reserved[1] > 0.05 * plans[1].phases[-1].allocated_bytes
     assert reserved[0] > reserved[1]
+
+
+ALPACA = {"fsdp1": True, "loss": "upcast", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+
+
+def test_fsdp_gathers_fp32_weights_on_each_gpu_to_save_them_unless_told_otherwise() -> None:
+    """stanford_alpaca#65: 35.54 GiB allocated on one of 8 A100s, and 502 MiB of the head still to be cloned."""
+    job = {"max_seq_length": 512, "activation_checkpointing": False, "attn_implementation": "eager", **ALPACA}
+    llama = read_model("Llama-2-7b-hf")
+    plans = [
+        plan_memory(llama, load_preset("fsdp2"), world_size=8, job=PlannedJob.from_options(options, full_length=False))
+        for options in (PlanOptions(**job, save_on_gpu=True), PlanOptions(**job, save_on_gpu=False), PlanOptions(**job))
+    ]
+    on_gpu, on_host, not_said = plans
+    assert on_gpu.peak.phase == "save"
+    assert on_gpu.peak.allocated_bytes / GIB == pytest.approx(35.54 + 502 / 1024, rel=0.02)
+    assert [phase.phase for phase in on_host.phases][-1] == "step"
+    assert on_host.planned_peak_bytes == not_said.planned_peak_bytes
+    assert not_said.other == (on_gpu.possible_peak_bytes, "--no-save-on-gpu")
+
+
+def test_gradients_of_other_programs_wait_whole_between_accumulation_steps_under_fsdp() -> None:
+    """The Trainer runs all but the last of these steps under accelerate's `no_sync`; the toolkit does not."""
+    ours = planned("fsdp2", 8, gradient_accumulation_steps=8)
+    for program in ({"program": "trainer", "pure_bf16": False}, {"fsdp1": True, "save_on_gpu": False}):
+        theirs = planned("fsdp2", 8, gradient_accumulation_steps=8, **program)
+        assert _of(theirs, "forward").buffer_bytes - _of(ours, "forward").buffer_bytes == 2 * LLAMA_8B_PARAMS
+        one_step = planned("fsdp2", 8, gradient_accumulation_steps=1, **program)
+        assert _of(one_step, "forward").buffer_bytes == _of(ours, "forward").buffer_bytes
+        assert (
+            planned("fsdp2", 8, gradient_accumulation_steps=8, accumulate="sharded", **program).phases != theirs.phases
+        )
+
+
+def _of(plan: MemoryPlan, name: str) -> PhaseMemory:
+    return next(phase for phase in plan.phases if phase.phase == name)
+
+
+def test_zero3_gathers_all_weights_at_once_to_merge_adapters_for_vllm() -> None:
+    options = {"method": "grpo", "vllm": "server", "num_generations": 8}
+    full, adapters = (_of(planned("zero3", 8, lora_r=r, **options), "generate") for r in (None, 8))
+    assert adapters.buffer_bytes - full.buffer_bytes == pytest.approx(2 * LLAMA_8B_PARAMS, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("job", "option"),
+    [
+        (
+            f"{LLAMA_8B_CONFIG} --program trl --lora-r 8 --max-seq-length 16384 --gpu a100-80gb",
+            "--attn-implementation sdpa",
+        ),
+        (
+            "Llama-3.2-3B --program ms-swift --gpu-memory-gib 40 --gpu-tflops 300 --attn-implementation sdpa",
+            "--optim adamw_torch_fused",
+        ),
+    ],
+)
+def test_what_fits_in_one_reading_of_a_job_alone_is_too_close_and_names_the_option_that_decides(
+    job: str, option: str, capsys: Any
+) -> None:
+    words = ["plan", *job.split(), "--num-processes", "1", "--preset", "single", "--activation-checkpointing"]
+    words += ["--per-device-train-batch-size", "1"]
+    said = run_command(words, capsys)[1]
+    assert said.startswith("too close to call")
+    assert f"unless `{option}`" in said
+    assert f"it fits with `{option}`" in said
+    assert run_command([*words, *option.split()], capsys)[1].startswith("fits on")
+
+
+def test_eager_attention_is_planned_where_there_are_formulas_and_else_said_to_be_missing(capsys: Any) -> None:
+    words = "--gpu h100 --num-processes 1 --preset single --per-device-train-batch-size 1 --attn-implementation eager"
+    said = [
+        run_command(["plan", model, *words.split()], capsys)[1] for model in ("zai-org/glm-4-9b-hf", "Llama-2-7b-hf")
+    ]
+    assert ["what eager attention saves" in text for text in said] == [True, False]
+
+
+def test_a_file_that_names_no_optimizer_leaves_it_open(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "full.yaml"
+    text = "model_name_or_path: Llama-3.2-3B\nstage: sft\nfinetuning_type: full\npure_bf16: true\nbf16: true\n"
+    text += "do_train: true\ndataset: identity\ntemplate: llama3\ncutoff_len: 1024\nper_device_train_batch_size: 1\n"
+    gpu = "--gpu-memory-gib 40 --gpu-tflops 300 --num-processes 1 --attn-implementation sdpa"
+    for more, expected in (("", True), ("optim: adamw_torch_fused\n", False)):
+        file.write_text(text + more)
+        _, out, _ = run_command(["plan", "--config", str(file), *gpu.split()], capsys)
+        assert ("unless `--optim adamw_torch_fused`" in out) is expected

@@ -2,7 +2,8 @@
 
 The half `built` was looked at while the planner was changed; of `kept`, other sources, only the end;
 `later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
-for, `last`, and `latest`, of which two were refused at first. GB are read as GiB.
+for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
+and `final`. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -21,7 +22,7 @@ from measured_jobs import rows
 from planned_commands import planned_command
 
 from toolkit.plan.engine_buffers import driver_bytes
-from toolkit.plan.memory import DOES_NOT_FIT, FITS
+from toolkit.plan.memory import DOES_NOT_FIT, FITS, OF_ALL_FSDP1, OF_ALL_OTHER_DEEPSPEED, OF_ALL_UNSHARDED
 from toolkit.plan.planner import Plan
 from toolkit.units import GIB
 
@@ -37,7 +38,10 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
 
 @pytest.mark.parametrize(
     ("half", "out_of_memory", "wrong"),
-    [("built", 6, 0), ("kept", 6, 1), ("later", 8, 0), ("fresh", 28, 6), ("last", 8, 0), ("latest", 17, 6)],
+    [
+        *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 4), ("last", 8, 0), ("latest", 17, 3)],
+        *[("newest", 25, 0), ("final", 10, 2)],
+    ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     half: str, out_of_memory: int, wrong: int
@@ -45,8 +49,9 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     ran_out = [plan.verdict for row, plan in of(half) if row["reported"] == "OOM"]
     refused = {row["id"] for row, plan in of(half) if row["reported"] != "OOM" and plan.verdict == DOES_NOT_FIT}
     assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
-    # Of two, only the length at which rows are cut is stated; the second may have been cut at 3,000 tokens.
-    assert refused == ({"lf-3716", "lf-3708-4k"} if half == "latest" else set())
+    # Of three, only the length at which rows are cut is stated; of the fourth, not whether it ran under FSDP or ZeRO-3.
+    known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}}
+    assert refused == known.get(half, set())
 
 
 def allowance(plan: Plan) -> float:
@@ -62,21 +67,45 @@ def has_twice(plan: Plan) -> bool:
 
 
 def test_jobs_that_ran_out_of_memory_and_fit_are_few_and_no_margin_would_tell_them() -> None:
-    """Their cause is not in the plan, or not in the report: with twice the planned memory six of 30 ran out of it."""
+    """Their cause is not in the plan, or not in the report: with twice the planned memory four of 26 ran out of it."""
     fits = [(row, allowance(plan)) for row, plan in reported() if plan.verdict == FITS]
     wrong = {row["id"]: room for row, room in fits if row["reported"] == "OOM"}
     for name, room in wrong.items():
         print(f"{name:16} fits by {room:.1f} margins")
-    thin = {"lf-6942": "whether GPU or host", "lf-3914": "the error is an image"}
-    thin |= {"alpaca-46": "the batch follows from the steps", "openrlhf-384-eager": "whose numerics"}
-    known = {"axolotl-2412", "simpo-10-2"}  # within 31 % of their GPUs
-    not_known = {"alpaca-280-3", "alpaca-308", "lf-5070", "lf-1383", "lf-5709", "ms-swift-4486", "ms-swift-3359"}
-    assert wrong.keys() == {*thin, *known, *not_known}
-    assert len(fits) >= 75
+    thin = {"lf-6942": "whether GPU or host", "openrlhf-384-eager": "whose numerics"}
+    thin |= {"lf-1722": "an older model, and which GPU"}
+    # LLaMA-Factory 0.7 trained on several GPUs in one process (`cli.py`), so under DataParallel, which is not planned.
+    in_one_process = {"lf-3914", "lf-3612-8"}
+    not_known = {"lf-5070", "lf-1383", "lf-5709", "ms-swift-4486"}
+    assert wrong.keys() == {*thin, *in_one_process, *not_known}
+    assert len(fits) >= 55
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
-    assert statistics.mean(enough) < 0.25
+    assert statistics.mean(enough) < 0.12
     twice = [row["reported"] == "OOM" for row, plan in reported() if has_twice(plan)]
-    assert 0.15 < statistics.mean(twice) < 0.25
+    assert 0.1 < statistics.mean(twice) < 0.25
+
+
+def test_no_more_than_one_in_ten_fits_of_jobs_that_ran_out_of_memory() -> None:
+    ran_out = [plan.verdict for row, plan in reported() if row["reported"] == "OOM"]
+    print(f"{ran_out.count(FITS)} of {len(ran_out)}")
+    assert ran_out.count(FITS) <= len(ran_out) / 10
+
+
+def test_what_torch_cannot_use_when_a_job_runs_out_is_within_the_margin_of_most() -> None:
+    """Torch's own words in 41 public messages: what it holds and no tensor has, after it gave back all it could."""
+    shares: dict[str, list[float]] = {}
+    for row in rows("out_of_memory_messages"):
+        if row["phase"] == "training":
+            free, used = float(row["unallocated_gib"]), float(row["allocated_gib"])
+            shares.setdefault(row["engine"], []).append(free / (free + used))
+    for engine, found in shares.items():
+        print(engine, len(found), f"median {statistics.median(found):.1%}", [f"{share:.1%}" for share in sorted(found)])
+    whole = [*shares["ddp"], *shares["single"]]
+    assert statistics.median(whole) < 0.01
+    assert sum(share <= OF_ALL_OTHER_DEEPSPEED for share in shares["zero3"]) == 6
+    assert len(shares["zero3"]) == 8
+    assert sum(share <= OF_ALL_FSDP1["full"] for share in shares["fsdp1"]) == 5
+    assert max(whole) < OF_ALL_UNSHARDED
 
 
 def test_reported_speeds_lie_inside_the_interval() -> None:

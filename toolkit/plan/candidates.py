@@ -146,7 +146,9 @@ class Candidate:
         planned, possible, memory = map(tenths_of_gib, sizes)
         more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
         wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
-        why = f" (margin: {self.memory.margin.reason})" if wide and not self.host_refusal else ""
+        depends = self.memory.possible_peak_bytes <= sizes[2]
+        reason = self.memory.other_text if wide and depends else f"margin: {self.memory.margin.reason}"
+        why = f" ({reason})" if wide and not self.host_refusal else ""
         return f"{planned} GiB{more} of {memory}{why}"
 
     @property
@@ -198,6 +200,7 @@ class Candidate:
             "verdict": self.verdict,
             "planned_peak_bytes": memory.planned_peak_bytes,
             "possible_peak_bytes": memory.possible_peak_bytes,
+            "depends_on": memory.other[1] if self.verdict == TOO_CLOSE and memory.other[0] else None,
             "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,
@@ -211,7 +214,7 @@ class Candidate:
         text = f"{degrees}per-GPU batch {self.job.per_device_train_batch_size}"
         if self.job.gradient_accumulation_steps > 1:
             text += f", accumulation {self.job.gradient_accumulation_steps}"
-        if self.job.keeps_whole_gradients:
+        if self.preset.traits.chooses_accumulation and self.job.keeps_whole_gradients:
             text += " of whole gradients"
         return text + (", activation checkpointing" if self.job.activation_checkpointing else "")
 

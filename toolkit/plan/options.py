@@ -44,7 +44,9 @@ class JobAndGpuOptions:
     max_seq_length: SeqLength = MAX_SEQ_LENGTH
     lora_r: Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")] = None
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")] = False
-    optim: Annotated[str, Option(help="optimizer, by its name in the training arguments")] = DEFAULT_OPTIMIZER
+    optim: Annotated[
+        str | None, Option(help=f"optimizer, as in the training arguments; default: {DEFAULT_OPTIMIZER}")
+    ] = None
     equal_lengths: Annotated[
         bool,
         Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),
@@ -201,6 +203,14 @@ class PlanOptions(JobAndGpuOptions):
         ),
     ] = None
     fsdp1: Annotated[bool | None, Option("--fsdp1", help="FSDP1: planned as FSDP2, with a wider margin")] = None
+    save_on_gpu: Annotated[
+        bool | None,
+        Option(
+            "--save-on-gpu/--no-save-on-gpu",
+            help="FSDP: each rank gathers all weights on its GPU to save them, as the Trainer did until 4.30",
+            show_default=False,
+        ),
+    ] = None
     torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
         None
     )

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from toolkit.engines.engine import EngineSettings
 from toolkit.engines.planned import ACTIVATION_BYTES, EngineBuffers, ModelStates
-from toolkit.models.job_weights import JobWeights
+from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.models.shape import ModelShape
 from toolkit.plan.methods import reference_buffer_bytes, reference_bytes
 from toolkit.plan.micro_batch import MicroBatch
@@ -20,7 +20,7 @@ from toolkit.plan.programs import TOOLKIT
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
 STATES = PARTS[:4]
-PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step")
+PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step", "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class Rank:
 
 def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
     """Return the moment of each phase that allocates most."""
-    phases = (load, precompute, generate, score, forward, backward, step)
+    phases = (load, precompute, generate, score, forward, backward, step, save)
     moments = sorted((moment for phase in phases for moment in phase(rank)), key=lambda each: each.allocated_bytes)
     largest = {moment.phase: moment for moment in moments}
     return tuple(largest[phase] for phase in PHASES if phase in largest)
@@ -154,7 +154,10 @@ def generate(rank: Rank) -> Iterator[PhaseMemory]:
     """Generation by vLLM, or by transformers, with the cached keys and values of all rows of a step."""
     job, shape, batch, length = rank.job, rank.shape, rank.batch, rank.job.tokens_per_row
     if job.method.vllm not in (None, "none"):
-        yield _moment(rank, "generate", rank.waiting_gradients, generation=job.method.vllm_bytes)
+        # ZeRO-3's weights are gathered at once to merge adapters (TRL 1.16, `generation/vllm_generation.py:447`).
+        merges = rank.is_zero3 and rank.weights.adapters is not None
+        whole = rank.engine.element_bytes * shape.num_params if merges else 0
+        yield _moment(rank, "generate", rank.waiting_gradients, buffers=whole, generation=job.method.vllm_bytes)
     elif job.method.generates:
         # Keys are in the dtype of the cosines, values in bf16; the cache of a layer is copied when it grows.
         rows = job.per_device_train_batch_size * job.gradient_accumulation_steps
@@ -228,6 +231,16 @@ def step(rank: Rank) -> Iterator[PhaseMemory]:
     yield _moment(rank, "step", rank.gradients // ranks, buffers=rank.buffers.step_bytes)
 
 
+def save(rank: Rank) -> Iterator[PhaseMemory]:
+    """FSDP's full state dict, where it stays on the GPUs: a clone of each tensor (torch 2.13, `_state_dict_utils.py`:
+    `_full_post_state_dict_hook`), in fp32, beside the root unit, which is gathered meanwhile."""
+    if rank.job.numerics.save_on_gpu and rank.engine.traits.gathers_layers:
+        weights = rank.weights
+        root = weights.embedding + (0 if rank.shape.tied_embeddings else rank.head)
+        cloned = weights.held_bytes(rank.engine.element_bytes) + FP32_BYTES * root
+        yield _moment(rank, "save", 0, buffers=cloned)
+
+
 def _layers_ahead(rank: Rank) -> float:
     """Share of the layers that ZeRO-3 may prefetch before it is at the head or the embedding."""
     weights = rank.weights
@@ -274,7 +287,7 @@ def _moment(
         at_head = 0 if job.method_loss == "log_probs" else stage.logits_in_flight
         in_flight += max(0, int(batch.saved * (stage.micro_batches_in_flight - 1)))
         in_flight += LOG_PROBABILITY_BYTES * job.tokens_per_forward * rank.shape.vocab_size * at_head
-    if phase != "step":
+    if phase not in ("step", "save"):
         activations += in_flight
         lasting += rank.buffers.accumulated_bytes + rank.buffers.waiting_bytes
         if rank.buffers.accumulated_bytes:  # freed layer by layer as the last backward makes the shards, no larger ones

@@ -92,6 +92,8 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
     yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics))
+    if request.job.attn_implementation == "eager" and request.shape.activations_from != "formulas":
+        yield f"Not planned: what eager attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
     yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):
@@ -138,7 +140,9 @@ def summary(answer: PlanAnswer) -> str:
 def settings_that_fit(plan: Plan) -> list[str]:
     """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
     job = plan.job
+    said = dict(job.other_readings()).keys()
     changes: dict[str, dict[str, Any]] = {
+        **{f"`{option}`": {"not_given": ()} for option in said if option == plan.memory.other[1]},
         "`--activation-checkpointing`": {} if job.activation_checkpointing else {"activation_checkpointing": True},
         "`--loss chunked`": {"loss": "chunked"} if job.loss in ("full", "upcast") else {},
         "`--expandable-segments`": {"numerics": replace(job.numerics, expandable_segments=True)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -50,6 +51,8 @@ LARGEST_WORLD_SIZE = 2**20
 # computes the forward, and autograd's. Jobs on an H200 needed 64 MiB more than planned without them.
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
+# Options whose default other programs' versions decide.
+OPEN_OPTIONS = ("attn_implementation", "optim", "save_on_gpu")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -77,6 +80,8 @@ class PlannedJob(Job):
     image_tokens: int = 0
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
+    not_given: tuple[str, ...] = ()
+    """Of `OPEN_OPTIONS`."""
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -117,7 +122,23 @@ class PlannedJob(Job):
         if given.get("loss", "chunked") == "chunked":
             ours = PROGRAMS[numerics.program].loss if method.method == SFT else "chunked"
             given["loss"] = "fused" if given.get("use_liger_kernel") else ours
-        return cls(**given, numerics=numerics, method=method, lengths_differ=False if full_length else None)
+        not_given = tuple(name for name in OPEN_OPTIONS if getattr(options, name, None) is None and name not in given)
+        lengths_differ = False if full_length else None
+        return cls(**given, numerics=numerics, method=method, not_given=not_given, lengths_differ=lengths_differ)
+
+    def other_readings(self) -> Iterator[tuple[str, PlannedJob]]:
+        """Yield the jobs with more memory that this one may be, each with the option that would say that it is not."""
+        numerics, decided = self.numerics, replace(self, not_given=())
+        if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
+            yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
+        if (
+            "optim" in self.not_given
+            and self.lora_r is None
+            and (PROGRAMS[numerics.program].any_optimizer or self.loss == "upcast")
+        ):
+            yield "--optim adamw_torch_fused", replace(decided, optim="adamw_torch")
+        if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
+            yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
 
     @property
     def quantized_base(self) -> QuantizedBase | None:
@@ -142,11 +163,18 @@ class PlannedJob(Job):
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP2."""
-        return self.accumulate == WHOLE and self.gradient_accumulation_steps > 1
+        """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP.
+
+        Other programs leave it to the Trainer, which makes that choice (transformers 5.23, `_run_epoch`; as in 4.28).
+        """
+        others = self.numerics.program != TOOLKIT or self.numerics.fsdp1
+        chosen = self.accumulate or (WHOLE if others else None)
+        return chosen == WHOLE and self.gradient_accumulation_steps > 1
 
     def accumulate_under(self, preset: PresetSpec) -> str | None:
         """Return `sharded` or `whole`: how gradients wait between accumulation steps; None where there is one step."""
+        if preset.traits.chooses_accumulation and self.keeps_whole_gradients:
+            return WHOLE
         return (self.accumulate or default_accumulate(preset)) if self.gradient_accumulation_steps > 1 else None
 
     @property

@@ -52,6 +52,9 @@ class Numerics:
     library_buckets: bool = False
     """DeepSpeed's own sizes of buckets: accelerate's file without a DeepSpeed file has no `auto`."""
     fsdp1: bool = False
+    save_on_gpu: bool = False
+    """FSDP's state dict is gathered on every GPU, in fp32, where nothing sends it to the host: the Trainer did not
+    until 4.30, accelerate does since (`get_state_dict`)."""
     tiled_mlp: bool = False
     """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
     of one part. What it saves stays."""
@@ -74,6 +77,10 @@ class Program:
     kbit_methods: tuple[str, ...] = ()
     method_loss: Mapping[str, str] = field(default_factory=dict)
     """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""
+    any_attention: bool = False
+    """Where nothing names an attention function, some versions and models have the eager one."""
+    any_optimizer: bool = False
+    """transformers' default, which is `adamw_torch_fused` since version 5, or with torch 2.8."""
     notes: tuple[str, ...] = ()
 
 
@@ -91,6 +98,7 @@ PROGRAMS: Mapping[str, Program] = {
         quantized_numerics={"peft_input_cast": False, "fp32_base": False, "sharded_4bit": False, **_LINEAR_ALONE},
         loss="chunked",
         kbit_methods=("orpo", "simpo"),
+        any_attention=True,
     ),
     "axolotl": Program(
         source="axolotl 0.18.0: loaders/model.py:473 (norms and embeddings cast back), :606 (bf16), :718; "
@@ -98,6 +106,7 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True, "expandable_segments": True},
         full_numerics=_BF16,
         notes=("its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned",),
+        any_attention=True,
     ),
     "llama-factory": Program(
         source="LLaMA-Factory 0.9.5: hparams/model_args.py:291, model/adapter.py:349 (trained weights in fp32), "
@@ -108,6 +117,8 @@ PROGRAMS: Mapping[str, Program] = {
             "GaLore, APOLLO and BAdam are not planned: their states are a fraction of AdamW's 8 bytes",
             "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
         ),
+        any_attention=True,
+        any_optimizer=True,
     ),
     "ms-swift": Program(
         source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135 (the checkpoint's dtype), "
@@ -117,6 +128,8 @@ PROGRAMS: Mapping[str, Program] = {
         full_numerics=_BF16,
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
         method_loss=dict.fromkeys(("dpo", "kto"), "simpo") | dict.fromkeys(("grpo", "rloo"), "completions"),
+        any_attention=True,
+        any_optimizer=True,
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
@@ -136,6 +149,7 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True},
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},
         full_numerics=_BF16,
+        any_attention=True,
     ),
 }
 NUMERICS_OPTIONS = tuple(
@@ -171,6 +185,7 @@ def numerics_text(numerics: Numerics) -> str:
         "expandable_segments": "expandable segments",
         "torch_compile": "compiled",
         "fsdp1": "FSDP1",
+        "save_on_gpu": "saved from the GPU",
         "tiled_mlp": "MLP in tiles",
     }
     parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []
