@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from model_configs import EXPERTS, TINY
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from toolkit.errors import ToolkitError
 from toolkit.models.activations import Activations
@@ -15,7 +16,15 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.fake_tensors import LiveMemory
 from toolkit.models.job_weights import job_weights
-from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS, check_dora, check_lora_targets, dora_bytes, lora_layer
+from toolkit.models.lora import (
+    ALL_LINEAR,
+    RENAMED_TARGETS,
+    check_adapted_modules,
+    check_lora_targets,
+    dora_bytes,
+    lora_layer,
+)
+from toolkit.models.read_model import read_model
 from toolkit.models.shape import Adapter, ModelShape
 
 
@@ -68,6 +77,11 @@ def _kept(tokens: int = 64, **fields: Any) -> tuple[int, int]:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
+    return model.get_nb_trainable_parameters()[0], saved_bytes(model, tokens)
+
+
+def saved_bytes(model: torch.nn.Module, tokens: int, *, autocast: bool = False) -> int:
+    """Return the bytes that a forward pass saves beside parameters, each storage once."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     alive = []  # the address of a freed storage would be used again
@@ -79,9 +93,10 @@ def _kept(tokens: int = 64, **fields: Any) -> tuple[int, int]:
         return tensor
 
     rows = torch.arange(tokens).reshape(2, -1)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         model(input_ids=rows, labels=rows)
-    return model.get_nb_trainable_parameters()[0], sum(kept.values())
+    return sum(kept.values())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks
@@ -135,5 +150,68 @@ def test_the_norms_of_dora_take_what_is_planned_and_free_it(columns: int, rows: 
 def test_dora_on_fused_experts_is_refused_and_on_attention_planned() -> None:
     shape = shape_of("qwen3_moe")
     with pytest.raises(ToolkitError, match="DoRA does not adapt the experts of qwen3_moe"):
-        check_dora(shape, ALL_LINEAR)
-    check_dora(shape, ("q_proj", "v_proj"))
+        check_adapted_modules(shape, ALL_LINEAR, method="DoRA")
+    check_adapted_modules(shape, ("q_proj", "v_proj"), method="DoRA")
+
+
+OFT_ARCHITECTURES = ("gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen3")
+
+
+@pytest.mark.parametrize("model_type", OFT_ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [8, 12])
+def test_oft_trains_the_rotations_that_peft_makes(model_type: str, block_size: int) -> None:
+    """12 does not divide the inputs, so peft adjusts it."""
+    from peft import OFTConfig, get_peft_model
+
+    fields = TINY | {"model_type": model_type}
+    config = AutoConfig.for_model(**fields)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config)
+        wrapped = get_peft_model(model, OFTConfig(r=0, oft_block_size=block_size, target_modules="all-linear"))
+    shape = shape_of(model_type)
+    weights = job_weights(shape, 1, oft_block_size=block_size)
+    assert weights.num_trained == sum(each.numel() for each in wrapped.parameters() if each.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_oft_saves_what_is_planned(autocast: bool, block_size: int) -> None:
+    """Per layer, in bf16 and under autocast with rotations in fp32, beyond what peft's LoRA saves."""
+    from peft import LoraConfig, OFTConfig
+
+    def saved(config: Any) -> tuple[float, float]:
+        few, many = (_saved_in_bf16(config, tokens, autocast=autocast) for tokens in (64, 128))
+        return (many - few) / 64, few - (many - few)
+
+    shape = shape_of_kept()
+    pairs = lora_layer(shape, shape.layers[0], 1)
+    lora = saved(LoraConfig(r=1, target_modules="all-linear"))
+    oft = saved(OFTConfig(r=0, oft_block_size=block_size, target_modules="all-linear"))
+    plain, rotated = (
+        Activations(shape=shape, lora_r=1, autocast=autocast, oft_targets=targets, oft_block_size=block_size)
+        .saved("none")
+        .layers
+        for targets in ((), ALL_LINEAR)
+    )
+    assert len(pairs) == 14
+    assert oft[0] - lora[0] == rotated.per_token - plain.per_token
+    assert oft[1] - lora[1] == rotated.fixed - plain.fixed
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt2", "and not of `Conv1D`"), ("Qwen/Qwen3-30B-A3B", "the experts")])
+def test_oft_on_what_peft_does_not_rotate_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ToolkitError, match=f"OFT does not adapt .*{why}"):
+        check_adapted_modules(read_model(name), ALL_LINEAR, method="OFT")
+
+
+def _saved_in_bf16(config: Any, tokens: int, *, autocast: bool) -> int:
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128)).bfloat16()
+    # A gradient at the input, so that the first layer's adapters save as those of the others do.
+    model.enable_input_require_grads()
+    return saved_bytes(get_peft_model(model, config, autocast_adapter_dtype=autocast), tokens, autocast=autocast)

@@ -97,6 +97,15 @@ def test_dora_of_a_file_is_planned(tmp_path: Path, name: str, text: str) -> None
     assert configured_plan(tmp_path / name, None, PlanOptions(), given=()).options.dora is True
 
 
+def test_oft_of_a_file_is_planned_in_its_blocks(tmp_path: Path) -> None:
+    text = LLAMA_FACTORY.replace(": lora", ": oft")
+    for more, block_size in (("", 32), ("oft_block_size: 16\noft_target: q_proj,v_proj\n", 16)):
+        (tmp_path / "l.yaml").write_text(text + more)
+        options = configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=()).options
+        assert options.oft_block_size == block_size
+    assert options.lora_target_modules == ("q_proj", "v_proj")
+
+
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 ROWS = "--model_name_or_path MODEL --per_device_train_batch_size 2"
 SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
@@ -115,7 +124,7 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
          "max_seq_length"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
         ("a.yaml", f"{FULL}fp8: true\n", "fp8 True", "preset"),
-        ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft"), "finetuning_type 'oft'", "lora_r"),
+        ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft") + "oft_rank: 8\n", "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
         ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 3\n", "quantization_bit 3", "load_in_4bit"),

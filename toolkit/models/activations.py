@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer
+from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer, oft_fixed_bytes, rotations
 from toolkit.models.shape import Layer, ModelShape, SavedActivations, SavedBytes, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
@@ -81,6 +81,9 @@ class Activations:
     lora_dropout: bool = False
     dora_targets: tuple[str, ...] = ()
     """The modules that DoRA adapts; none with LoRA."""
+    oft_targets: tuple[str, ...] = ()
+    """The modules that OFT rotates the inputs of, in blocks of `oft_block_size`."""
+    oft_block_size: int = 0
     liger: bool = False
     """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""
     layout: ParallelLayout | None = None
@@ -115,6 +118,8 @@ class Activations:
         more = self._dropout if self.lora_dropout and self.lora_r is not None else 0
         if self.dora_targets:
             saved = self._with_magnitudes(saved)
+        if self.oft_targets:
+            saved = self._with_rotations(saved)
         if not more and (layout is None or layout.cp == layout.sp == layout.ep == 1):
             return saved
         layout = layout or ParallelLayout()
@@ -142,6 +147,20 @@ class Activations:
             largest_layer=saved.largest_layer.plus(SavedBytes(per_token=most)),
             backward=saved.backward.plus(SavedBytes(fixed=norms * (2 if self.autocast else 1))),
         )
+
+    def _with_rotations(self, saved: SavedActivations) -> SavedActivations:
+        """What OFT saves in the place of adapters of rank 1: no output of an A, no copies of A and B, its rotations."""
+        added = {}
+        for kind in self.shape.layer_kinds:
+            pairs = lora_layer(self.shape, kind, 1, self.oft_targets)
+            copies = 2 * sum(tensor.num_elements for tensor in pairs) if self.autocast else 0
+            fixed = oft_fixed_bytes(rotations(pairs, self.oft_block_size), 14 if self.autocast else 8)
+            added[kind] = SavedBytes(fixed=fixed - copies, per_token=-len(pairs))
+        layers = saved.layers
+        for kind, count in self.shape.layer_kinds.items():
+            layers = layers.plus(added[kind], count)
+        most = max(added.values(), key=lambda each: each.fixed)
+        return replace(saved, layers=layers, largest_layer=saved.largest_layer.plus(most))
 
     @property
     def _dropout(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from toolkit.models.lora import ALL_LINEAR, lora_layer, magnitudes, outer_lora
+from toolkit.models.lora import ALL_LINEAR, lora_layer, magnitudes, outer_lora, rotations
 from toolkit.models.nf4 import constant_bytes, packed_layer, packed_layer_8bit
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import is_of_images
@@ -194,6 +194,7 @@ def job_weights(
     base: QuantizedBase | None = None,
     frozen_tower: bool = False,
     dora: bool = False,
+    oft_block_size: int = 0,
 ) -> JobWeights:
     """Return all tensors: trained, or frozen with trained adapters of rank `lora_r`; `base` says how it is quantized.
 
@@ -216,6 +217,8 @@ def job_weights(
         return packed_layer(kind, element_bytes=element_bytes, experts=form.experts)
 
     def adapters(of_lora: Layer) -> Layer:
+        if oft_block_size:
+            return rotations(of_lora, oft_block_size)
         return of_lora + magnitudes(of_lora) if dora else of_lora
 
     load_in_4bit |= in_8bit

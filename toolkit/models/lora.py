@@ -11,6 +11,7 @@ none. For architectures with formulas, the adapters are worked out here; for all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -60,13 +61,51 @@ def dora_bytes(adapters: Layer) -> tuple[int, int]:
     return 4 * sum(b.shape[0] for _, b in pairs), max(norms, default=0)
 
 
-def check_dora(shape: ModelShape, targets: tuple[str, ...]) -> None:
-    """Raise ToolkitError for adapters of fused experts, which peft refuses with DoRA (`ParamWrapper`)."""
+def rotations(adapters: Layer, block_size: int) -> Layer:
+    """Return OFT's rotations at the places of these adapters: blocks of a skew-symmetric matrix (peft 0.21, `oft`).
+
+    A block is adjusted to the nearest size that divides the layer's input (`OFTLayer.adjust_oft_parameters`).
+    """
+    found = []
+    for tensor in (each for each in adapters if ".lora_A." in each.name):
+        block = _nearest_divisor(tensor.shape[1], block_size)
+        shape = (tensor.shape[1] // block, block * (block - 1) // 2)
+        found.append(Tensor(name=tensor.name.replace("lora_A.default", "oft_R.default"), shape=shape))
+    return tuple(found)
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    if wanted >= size:
+        return size
+    below = next(each for each in range(wanted, 0, -1) if size % each == 0)
+    above = next(each for each in range(wanted, size + 1) if size % each == 0)
+    return below if wanted - below <= above - wanted else above
+
+
+def oft_fixed_bytes(rotations_of_layer: Layer, element_bytes: int) -> int:
+    """Return what OFT saves of its rotations, whatever the batch.
+
+    Of each block the skew-symmetric matrix, its square and cube, and their sum (five terms of a Neumann series), and
+    the indices of its triangle in 64 bits. Autocast casts the first of them once for each of its four products.
+    """
+    total = 0
+    for tensor in rotations_of_layer:
+        count, triangle = tensor.shape
+        block = (1 + math.isqrt(1 + 8 * triangle)) // 2
+        total += count * block**2 * element_bytes + 16 * triangle
+    return total
+
+
+def check_adapted_modules(shape: ModelShape, targets: tuple[str, ...], *, method: str) -> None:
+    """Raise ToolkitError for what peft adapts with LoRA alone: fused experts, and for OFT `Conv1D`."""
     if any(tensor.is_expert for kind in shape.layer_kinds for tensor in lora_layer(shape, kind, 1, targets)):
         raise ToolkitError(
-            f"DoRA does not adapt the experts of {shape.model_type}: peft refuses parameters without a module",
+            f"{method} does not adapt the experts of {shape.model_type}: peft refuses parameters without a module",
             hint="name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`",
         )
+    if method == "OFT" and any(tensor.name in TRANSPOSED for kind in shape.layer_kinds for tensor in kind):
+        message = f"OFT does not adapt {shape.model_type}: peft rotates inputs of `nn.Linear`, and not of `Conv1D`"
+        raise ToolkitError(message, hint="`--lora-r 16`")
 
 
 def outer_lora(shape: ModelShape, rank: int, targets: tuple[str, ...] = ALL_LINEAR) -> Layer:

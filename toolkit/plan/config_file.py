@@ -170,6 +170,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         if "method" not in given:
             raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
     left = {key: value for key, value in left.items() if key not in refused}
+    left = _as_lora(program, left)
     adapter, rank = ADAPTERS.get("v1" if "peft_config" in left else program, ("", ""))
     named = left["peft_config"].get("name") if isinstance(left.get("peft_config"), dict) else left.get(adapter)
     if "lora_r" in given and adapter:
@@ -182,6 +183,17 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
+
+
+def _as_lora(program: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return LLaMA-Factory's OFT as adapters at the same places, whose blocks `_numerics` reads.
+
+    A number of blocks (`oft_rank`) in the place of their size is not planned.
+    """
+    if program != "llama-factory" or values.get("finetuning_type") != "oft" or values.get("oft_rank"):
+        return values
+    kept = {name: value for name, value in values.items() if not name.startswith("oft_") and name != "module_dropout"}
+    return kept | {"finetuning_type": "lora", "lora_rank": 1, "lora_target": values.get("oft_target", "all")}
 
 
 def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: Collection[str]) -> _Source:
@@ -363,9 +375,9 @@ def _in_8bit(source: _Source) -> bool:
     return has_adapters and (bits or is_true(values.get("load_in_8bit") or False))
 
 
-def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, bool]:
+def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, Any]:
     """The numerics of the program that a file decides, as options of `toolkit plan`."""
-    found = {"load_in_8bit": True} if _in_8bit(source) else {}
+    found: dict[str, Any] = {"load_in_8bit": True} if _in_8bit(source) else {}
     conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
     if source.program == "trl" and job.lora_r is not None and not quantized:
         found["fp32_base"] = _held(source) == "float32"
@@ -373,8 +385,10 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
         found["sharded_4bit"] = True
     if job.load_in_4bit and source.program == "axolotl":
         found["experts_in_4bit"] = is_true(source.values.get("quantize_moe_experts") or False)
+    # Its defaults (hparams/finetuning_args.py).
+    if source.program == "llama-factory" and source.values.get("finetuning_type") == "oft" and job.lora_r == 1:
+        found["oft_block_size"] = int(source.values.get("oft_block_size") or 32)
     if source.program == "llama-factory" and source.values.keys() & load_dialect(source.program).refused:
-        # its default (hparams/finetuning_args.py)
         found["freeze_vision_tower"] = is_true(source.values.get("freeze_vision_tower", True))
     is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
     # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).

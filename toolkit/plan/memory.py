@@ -139,7 +139,8 @@ def plan_engine_memory(
         shape = with_eager_attention(shape)
     base = job.quantized_base
     targets, element, frozen_tower = job.lora_target_modules, engine.element_bytes, job.freeze_vision_tower
-    weights = job_weights(shape, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, job.numerics.dora)
+    special = job.numerics.dora, job.numerics.oft_block_size
+    weights = job_weights(shape, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, *special)
     states = model_states(engine, weights, job.optim)
     rank = Rank(
         shape=shape,

@@ -74,7 +74,8 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     # gradients are fp32 too: of the last projection's input, and of its output.
     of_trl = job.method.method != SFT and job.numerics.program == TOOLKIT and not job.load_in_4bit
     casts = 0
-    if weights.adapters is not None and engine.autocasts and (of_trl or job.numerics.peft_input_cast):
+    has_fp32_inputs = of_trl or job.numerics.peft_input_cast or job.numerics.oft_block_size
+    if weights.adapters is not None and engine.autocasts and has_fp32_inputs:
         casts = tokens * adapter_input_bytes(shape)
         layer_backward += tokens * FP32_BYTES * (width + hidden)
     by_layers = tokens * saved.layers.token_bytes(length) + casts
@@ -116,6 +117,8 @@ def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, wei
         fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
         lora_dropout=job.numerics.lora_dropout > 0,
         dora_targets=job.lora_target_modules if job.numerics.dora else (),
+        oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
+        oft_block_size=job.numerics.oft_block_size,
         liger=job.use_liger_kernel,
         layout=engine.layout,
     )

@@ -25,7 +25,7 @@ from toolkit.models.attention import (
     read_model_attention,
 )
 from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
-from toolkit.models.lora import ALL_LINEAR, check_dora, check_lora_targets
+from toolkit.models.lora import ALL_LINEAR, check_adapted_modules, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.split import WORDS, part_of_rank, read_split
@@ -117,6 +117,8 @@ class PlannedJob(Job):
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
         if given.get("activation_checkpointing_offload"):
             given.setdefault("activation_checkpointing", True)
+        if getattr(options, "oft_block_size", None):
+            given.setdefault("lora_r", 1)  # adapters beside frozen weights, without a rank
         method, lora = Method.from_options(options), given.get("lora_r") is not None
         numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
         if given.get("loss", "chunked") == "chunked":
@@ -256,6 +258,8 @@ class PlannedJob(Job):
         if self.lora_r is None:
             return f"{name}full fine-tune"
         base = "QLoRA" if self.load_in_4bit else "8-bit LoRA" if self.numerics.load_in_8bit else "LoRA"
+        if block := self.numerics.oft_block_size:
+            return f"{name}{base.replace('LoRA', 'OFT')} in blocks of {block}"
         return f"{name}{base} r={self.lora_r}"
 
 
@@ -389,9 +393,8 @@ class TrainingSetup:
         job = self.job
         element, base = self.engine.element_bytes, job.quantized_base
         targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
-        return job_weights(
-            self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, job.numerics.dora
-        )
+        special = job.numerics.dora, job.numerics.oft_block_size
+        return job_weights(self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, *special)
 
     @property
     def trained(self) -> tuple[Layer, ...]:
@@ -430,8 +433,9 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     if job.lora_r > shape.hidden_size > 0:
         raise ToolkitError(f"--lora-r is {job.lora_r}, expected at most the hidden size {shape.hidden_size}")
     check_lora_targets(shape, job.lora_target_modules)
-    if job.numerics.dora:
-        check_dora(shape, job.lora_target_modules)
+    if job.numerics.dora or job.numerics.oft_block_size:
+        method = "DoRA" if job.numerics.dora else "OFT"
+        check_adapted_modules(shape, job.lora_target_modules, method=method)
 
 
 def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:

@@ -334,8 +334,9 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
     on_gpus, shape = _on_gpus(request, preset, world_size), request.shape
     candidate = best_candidate(on_gpus, preset) if request.finds_batch else candidate_of(on_gpus, preset, on_gpus.job)
     job = candidate.job
-    targets, given = job.lora_target_modules, {"frozen_tower": job.freeze_vision_tower, "dora": job.numerics.dora}
-    trained = job_weights(shape, job.lora_r, job.load_in_4bit, targets, **given).num_trained
+    targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
+    special = job.numerics.dora, job.numerics.oft_block_size
+    trained = job_weights(shape, job.lora_r, job.load_in_4bit, targets, 2, None, frozen_tower, *special).num_trained
     collectives = step_collectives(candidate.setup)
     return Plan(
         request=candidate.request,

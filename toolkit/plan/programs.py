@@ -45,6 +45,8 @@ class Numerics:
     """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
     lora_dropout: float = 0.0
     dora: bool = False
+    oft_block_size: int = 0
+    """OFT in the place of LoRA; 0: LoRA."""
     fp32_base: bool = False
     """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
@@ -60,6 +62,7 @@ class Numerics:
     of one part. What it saves stays."""
 
 
+OFT = "the time that OFT's rotations take, of which nothing was measured"
 OURS = Numerics()
 
 
@@ -201,6 +204,8 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
     """Raise ToolkitError for numerics that contradict the job."""
     if numerics.load_in_8bit and in_4bit:
         raise ToolkitError("--load-in-8bit and --load-in-4bit are both given", hint="leave one out")
+    if numerics.dora and numerics.oft_block_size:
+        raise ToolkitError("--dora and --oft-block-size are both given", hint="leave one out")
     if numerics.dora and not lora:
         raise ToolkitError("--dora needs --lora-r", hint="add `--lora-r 16`")
     for option, is_given in {"8bit": numerics.load_in_8bit, "kbit": numerics.kbit_training}.items():
@@ -213,5 +218,5 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
 
 def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
     """Return what of a program is known to differ from the plan."""
-    others = {COMPILED: numerics.torch_compile, FSDP1: numerics.fsdp1}
+    others = {COMPILED: numerics.torch_compile, FSDP1: numerics.fsdp1, OFT: bool(numerics.oft_block_size)}
     return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))
