@@ -223,7 +223,7 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
         )
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
@@ -261,7 +261,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
     if doc.program is not None and doc.program not in OUR_PROGRAMS:

@@ -177,7 +177,7 @@ def file_not_read(doc: Document) -> Iterator[Match]:
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
-        if call.tool in PROGRAMS or not first.endswith(SUFFIXES):
+        if call.tool in PROGRAMS or first.startswith("-") or not first.endswith(SUFFIXES):
             continue
         source, beside = source_of(call.script or "", doc.path)
         reads = r"parse_(?:yaml|json)_file|parse_known_args|sys\.argv|H4ArgumentParser|read_args|OmegaConf|args_file"
