@@ -63,7 +63,7 @@ OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILI
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.
-READS = r"[\[(]\s*[\"']NAME[\"']\s*[\]),]|[\"']NAME[\"'] (?:not )?in\b"
+READS = r"[\w\])]\[\s*[\"']NAME[\"']\s*\]|\((?:\w+,)?\s*[\"']NAME[\"']\s*[),]|[\"']NAME[\"'] (?:not )?in\b"
 READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
 
 _ABSENT = object()

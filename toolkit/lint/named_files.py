@@ -29,7 +29,7 @@ _TRAINER = re.compile(
 )
 _REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
-_SPECIFIER = r"(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@)?([ <>=~!^,.*\dv]*)"
+_SPECIFIER = r"(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@)?([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*)"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
@@ -81,13 +81,14 @@ def _around(folder: Path) -> list[Path]:
 def pinned_below(folder: Path, library: str, version: str) -> str | None:
     """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
 
-    A range of versions that begins below it excludes nothing.
+    A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one.
     """
     limit = (*version_numbers(version), 0, 0)[:3]
     for place in _around(folder):
         source = _texts([file for pattern in _REQUIREMENTS for file in sorted(place.glob(pattern))])
         for found in re.finditer(rf"(?<![\w./-]){library}{_SPECIFIER}", source, re.IGNORECASE):
-            for sign, number in _BOUND.findall(found[1].replace(" ", "")):
+            bounds = _BOUND.findall(found[1].replace(" ", ""))
+            for sign, number in bounds or ([("==", "0")] if found[1].isalnum() else []):
                 bound = (*version_numbers(number), 0, 0)[:3]
                 if bound < limit or (sign == "<" and bound == limit):
                     return f"{library} {found[1].strip(' ,')}"

@@ -68,7 +68,9 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 def _older(doc: Document, schema: ProgramSchema) -> str | None:
     """Return what the project asks for where that is an older version of a program."""
-    return pinned_below(Path(doc.path).absolute().parent, schema.distribution, schema.version)
+    folder = Path(doc.path).absolute().parent
+    by_transformers = pinned_below(folder, "transformers", "4.56.2") if schema.distribution == "trl" else None
+    return pinned_below(folder, schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:

@@ -167,7 +167,8 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 and not any(each.startswith(name) for each in known)
             ):
                 option = f"--{name.replace('-', '_')}"
-                fix = f"behind {call.script}, if it is the script's"
+                is_script = re.search(r"\.py$|^\$|/", call.script) or {"m", "module"} & call.options.keys()
+                fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
                 yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
 
 
