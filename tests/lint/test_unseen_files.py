@@ -681,3 +681,12 @@ def test_a_process_that_lives_long_looks_at_a_changed_project(tmp_path: Path) ->
     assert levels(lint(tmp_path, a__yaml=text))["evaluation_strategy"] == "error"
     (tmp_path / "train.py").write_text("accelerator = Accelerator()\n")
     assert levels(lint(tmp_path, a__yaml=text))["evaluation_strategy"] == "note"
+
+
+def test_a_launcher_that_an_editor_writes_is_not_started_and_prose_is_no_command(tmp_path: Path) -> None:
+    text = "sed -i 's/accelerate launch --num_cpu_threads_per_process=6/accelerate launch x.py --num_processes 2/' a\n"
+    assert read_script(text).launches == ()
+    found = lint(tmp_path, a__sh="torchrun x.py --bf16 True\nsdxl, it says “Warning”\n")
+    assert "typographic-quotes" not in [each.rule for each in found]
+    found = lint(tmp_path, a__sh="torchrun x.py --name “a”\n")
+    assert "typographic-quotes" in [each.rule for each in found]

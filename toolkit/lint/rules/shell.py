@@ -16,6 +16,7 @@ from toolkit.lint.rules.settings import as_enum, shorten
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
+A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
 )
@@ -58,7 +59,8 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
     script = doc.script
     for start, end in script.commands if script.launches else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
-        is_said = re.match(r"\s*(?:echo|printf)\b", script.text[start:end]) or "<<" in script.text[start:end]
+        command = script.text[start:end]
+        is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
         if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
             yield Match(
                 found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=script.line_at(found.start())
