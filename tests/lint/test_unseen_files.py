@@ -690,3 +690,9 @@ def test_a_launcher_that_an_editor_writes_is_not_started_and_prose_is_no_command
     assert "typographic-quotes" not in [each.rule for each in found]
     found = lint(tmp_path, a__sh="torchrun x.py --name “a”\n")
     assert "typographic-quotes" in [each.rule for each in found]
+
+
+@pytest.mark.parametrize("word", ["???", "..."])
+def test_a_word_that_stands_for_a_value_is_not_judged(word: str, tmp_path: Path) -> None:
+    text = f"{TRL}learning_rate: '{word}'\nsave_strategy: '{word}'\n"
+    assert not {"learning_rate", "save_strategy"} & levels(lint(tmp_path, a__yaml=text)).keys()

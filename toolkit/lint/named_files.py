@@ -27,7 +27,7 @@ _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
-_REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
+_REQUIREMENTS = ("requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _SPECIFIER = r"(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@)?([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*)"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
