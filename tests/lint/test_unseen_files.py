@@ -556,3 +556,143 @@ def test_a_hostfile_that_is_no_text_leaves_the_rest_of_a_folder_to_be_linted(tmp
     result = lint_paths([tmp_path])
     assert not result.unreadable
     assert [finding.rule for finding in result.findings if finding.file.endswith("b.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "level"),
+    [
+        ("transformers==4.37.2", "note"),
+        ("transformers[torch] >= 4.31, < 5  # why", "note"),
+        ("transformers~=4.40", "note"),
+        ("transformers @ git+https://github.com/huggingface/transformers@v4.50.0", "note"),
+        ("transformers @ git+https://github.com/huggingface/transformers@c04e84c4545acf", "note"),
+        ("transformers>=4.37", "error"),
+        ("transformers==5", "error"),
+        ("transformers\npeft==0.3", "error"),
+        ("sentence-transformers==2.2", "error"),
+    ],
+)
+def test_a_removal_is_a_note_where_the_project_asks_for_an_older_version(
+    requirement: str, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".git").touch()
+    (tmp_path / "requirements.txt").write_text(f"{requirement}\n")
+    (tmp_path / "run").mkdir()
+    text = "python -m torch.distributed.run run_clm.py --output_dir o --do_train --evaluation_strategy steps\n"
+    found = lint(tmp_path / "run", a__sh=text)
+    assert levels(found)["evaluation_strategy"] == level
+    assert ("the project asks for" in found[0].message) == (level == "note")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[project]\ndependencies = ['transformers==4.40.0']\n", '[tool.poetry.dependencies]\ntransformers = "^4.40"'],
+)
+def test_an_older_version_is_not_fixed_for_a_newer_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    yaml = f"{TRL}evaluation_strategy: steps\nmax_seq_length: 512\n"
+    assert set(levels(lint(tmp_path, a__yaml=yaml)).values()) == {"note"}
+    assert fixed_text(tmp_path / "a.yaml") == yaml
+
+
+def test_an_old_deepspeed_takes_keys_and_numbers_that_later_ones_refuse(tmp_path: Path) -> None:
+    text = '{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1.5, "no_such_key": 1,'
+    text += '"stage3_gather_fp16_weights_on_model_save": true}}'
+    assert "error" in levels(lint(tmp_path, a__json=text)).values()
+    (tmp_path / "requirements.txt").write_text("deepspeed==0.4.3\n")
+    assert set(levels(lint(tmp_path, a__json=text)).values()) == {"note"}
+    assert fixed_text(tmp_path / "a.json") == text
+
+
+def test_a_file_that_nothing_names_with_many_other_keys_may_be_a_scripts_own(tmp_path: Path) -> None:
+    other = '"model": "a", "rows": "b", "epochs": 3, "seq_len": 4'
+    text = f'{{"zero_optimization": {{"stage": 2, "offload_param": {{"device": "cpu"}}}}, {other}}}'
+    assert set(levels(lint(tmp_path, a__json=text)).values()) == {"note"}
+    script = "deepspeed run_clm.py --do_train --output_dir o --deepspeed a.json\n"
+    assert levels(lint(tmp_path, b__sh=script, a__json=text))["rows"] == "error"
+
+
+def test_a_common_word_in_a_project_is_no_reading_of_a_setting(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("from transformers.utils import logging\nlogging.seed()\nx = ['seed', 'a']\n")
+    text = '{"zero_optimization": {"stage": 2}, "seed": 1, "logging": true}'
+    assert levels(lint(tmp_path, a__json=text)) == {"seed": "error", "logging": "error"}
+    (tmp_path / "train.py").write_text("def f(cfg):\n    return cfg.train.seed, cfg.get('logging')\n")
+    assert levels(lint(tmp_path, a__json=text)) == {"seed": "note", "logging": "note"}
+
+
+def test_a_folder_passes_over_yaml_of_other_programs_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("a: 1\n---\nb: 2\n")
+    (tmp_path / "template.yaml").write_text("name: {{ .Values.name }}\nimage: {{ .Values.image }}\n")
+    (tmp_path / "ours.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2\n"
+    )
+    result = lint_paths([tmp_path])
+    assert [error.message.split(" ")[0][-9:] for error in result.unreadable] == ["ours.yaml"]
+    assert len(result.not_checked) == 2
+    assert all(line.startswith("skipped, as another program's") for line in result.not_checked)
+
+
+def test_a_script_that_drops_other_keys_does_not_raise_for_them(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("args = HfArgumentParser(C).parse_dict(cfg, allow_extra_keys=True)\n")
+    text = f"{TRL}overwrite_output_dir: true\noutput_dir: o\n"
+    assert levels(lint(tmp_path, a__yaml=text))["overwrite_output_dir"] == "note"
+    assert fixed_text(tmp_path / "a.yaml") == text
+
+
+def test_an_option_with_a_path_is_no_file_in_the_first_place(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("args = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n")
+    found = lint(tmp_path, a__sh='deepspeed train.py --deepspeed="ds.json" --do_train --output_dir o\n')
+    assert "file-not-read" not in [each.rule for each in found]
+
+
+def test_a_launcher_without_a_script_is_sent_none_of_its_options_behind_a_value(tmp_path: Path) -> None:
+    found = lint(tmp_path, a__sh="deepspeed --model a/b --rows one two three\n")
+    assert {each.fix for each in found if each.rule == "unknown-launcher-option"} == {"the script in front of it"}
+
+
+def test_padding_free_of_grpo_is_not_judged_as_that_of_dpo(tmp_path: Path) -> None:
+    text = f"{TRL}padding_free: true\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+    assert "padding-free-ignored" not in [each.rule for each in lint(tmp_path, a__yaml=text)]
+    assert "padding-free-ignored" in [each.rule for each in lint(tmp_path, a__yaml=f"{TRL}padding_free: true\n")]
+
+
+@pytest.mark.parametrize(("base", "level"), [("Trainer", "note"), ("GRPOTrainer", "error")])
+def test_groups_of_a_trainer_of_its_own_may_be_others(base: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"class OurGRPOTrainer({base}):\n    pass\nparser = TrlParser((C, ModelConfig))\n"
+    )
+    words = "--model_name_or_path a/b --output_dir o --num_generations 16 --per_device_train_batch_size 1"
+    text = f"accelerate launch --num_processes 7 train.py {words} --gradient_accumulation_steps 12 --bf16 true\n"
+    assert levels(lint(tmp_path, a__sh=text))["num_generations"] == level
+
+
+@pytest.mark.parametrize("bucket", ["0", '"auto"'])
+def test_a_prefetch_that_is_off_by_choice_is_no_finding(bucket: str, tmp_path: Path) -> None:
+    keys = f'"stage": 3, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": {bucket}'
+    rules = [each.rule for each in lint(tmp_path, a__json=f'{{"zero_optimization": {{{keys}}}}}')]
+    assert ("max-live-parameters-zero" in rules) == (bucket != "0")
+
+
+def test_a_process_that_lives_long_looks_at_a_changed_project(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    text = f"{TRL}evaluation_strategy: steps\n"
+    assert levels(lint(tmp_path, a__yaml=text))["evaluation_strategy"] == "error"
+    (tmp_path / "train.py").write_text("accelerator = Accelerator()\n")
+    assert levels(lint(tmp_path, a__yaml=text))["evaluation_strategy"] == "note"
+
+
+def test_a_launcher_that_an_editor_writes_is_not_started_and_prose_is_no_command(tmp_path: Path) -> None:
+    text = "sed -i 's/accelerate launch --num_cpu_threads_per_process=6/accelerate launch x.py --num_processes 2/' a\n"
+    assert read_script(text).launches == ()
+    found = lint(tmp_path, a__sh="torchrun x.py --bf16 True\nsdxl, it says “Warning”\n")
+    assert "typographic-quotes" not in [each.rule for each in found]
+    found = lint(tmp_path, a__sh="torchrun x.py --name “a”\n")
+    assert "typographic-quotes" in [each.rule for each in found]
+
+
+@pytest.mark.parametrize("word", ["???", "..."])
+def test_a_word_that_stands_for_a_value_is_not_judged(word: str, tmp_path: Path) -> None:
+    text = f"{TRL}learning_rate: '{word}'\nsave_strategy: '{word}'\n"
+    assert not {"learning_rate", "save_strategy"} & levels(lint(tmp_path, a__yaml=text)).keys()

@@ -31,11 +31,17 @@ from toolkit.lint.document import (
     with_named_files,
 )
 from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
-from toolkit.lint.named_files import has_own_loop
+from toolkit.lint.named_files import forget_projects, has_own_loop, pinned_below
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
 
+# A key by which people know a file of these libraries, also where it cannot be read.
+OURS = re.compile(
+    r"^[\s{]*[\"']?(?:zero_optimization|distributed_type|compute_environment|per_device_train_batch_size"
+    r"|fsdp_config|deepspeed_config|base_model|finetuning_type|train_micro_batch_size_per_gpu)[\"']?\s*:",
+    re.MULTILINE,
+)
 MAX_FILES = 10_000  # in a folder: data sets and caches have more, and take minutes
 
 
@@ -57,8 +63,10 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
     Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration; with
     `skips_others` named files are looked at like those of a folder, where other programs' files lie too.
     """
+    forget_projects()
     documents: dict[tuple[Path, str | None, str, int], Document] = {}
     unreadable: list[ToolkitError] = []
+    skipped: list[str] = []
     for path in paths:
         is_folder = os.path.isdir(path)  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         for file in _candidates(path) if is_folder else [path]:
@@ -68,8 +76,12 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
             except ToolkitError as error:
                 if must_be_one:
                     raise
-                if not isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
+                if isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
+                    continue
+                if OURS.search(file.read_bytes().decode(errors="replace")):
                     unreadable.append(error)
+                else:
+                    skipped.append(f"skipped, as another program's: {error.message}")
                 continue
             if document.kind is None and must_be_one:
                 raise ToolkitError(
@@ -91,7 +103,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResu
     found = [finding for document in documents.values() for finding in lint_document(document)]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
     findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
-    not_checked = [line for document in documents.values() for line in _not_checked(document)]
+    not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]
     return LintResult(findings=findings, files=files, unreadable=unreadable, not_checked=not_checked)
 
 
@@ -136,7 +148,7 @@ def lint_document(document: Document) -> list[Finding]:
             line=match.line if match.line is not None else place.line(match.key),
             level=_level(document, rule, match),
             rule=rule.name,
-            message=match.message,
+            message=match.message + (f"; the project asks for {pin}" if (pin := _older(document, rule)) else ""),
             fix=match.fix,
             checked_against=rule.checked_against,
             documentation=documentation_address("reference/lint.md", rule.name),
@@ -160,9 +172,17 @@ def _is_known(document: Document, rule: LintRule) -> bool:
     return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
 
 
+def _older(document: Document, rule: LintRule) -> str | None:
+    """Return what a project asks for where its version of the library does not have what the rule is about."""
+    folder = Path(document.path).absolute().parent
+    return pinned_below(folder, rule.library, rule.removed_in) if rule.removed_in else None
+
+
 def _level(document: Document, rule: LintRule, match: Match) -> str:
-    """Return a finding's level: who reads Trainer arguments decides whether an error is one."""
+    """Return a finding's level: who reads a file, and at which version, decides whether an error is one."""
     level = match.level or rule.level
+    if document.is_guessed or _older(document, rule):
+        return NOTE
     if document.kind == TRAINER and document.call is None and has_own_loop(document.path):
         return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
@@ -193,7 +213,8 @@ def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
-        matches = [match for rule, match in _matches(document) if _is_known(document, rule)]
+        certain = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
+        matches = [match for rule, match in certain if not _older(document, rule)]
         changed = apply_fixes(document, matches)
         if changed == document.text:
             break

@@ -62,6 +62,10 @@ _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
 OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
+# How a script reads a setting; `torch.seed` and a list with "seed" are other things.
+READS = r"[\w\])]\[\s*[\"']NAME[\"']\s*\]|\((?:\w+,)?\s*[\"']NAME[\"']\s*[),]|[\"']NAME[\"'] (?:not )?in\b"
+READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
+
 _ABSENT = object()
 
 
@@ -158,7 +162,14 @@ class Document:
 
     def is_read(self, name: str) -> bool:
         """Return True for a setting that the script, or the project, reads by this name."""
-        return re.search(rf"[.\"']{re.escape(name)}\b", self.reader_source) is not None
+        pattern = rf"{READS}|\.NAME\b" if "_" in name else READS  # a name of several words is hardly another thing's
+        return re.search(pattern.replace("NAME", re.escape(name)), self.reader_source) is not None
+
+    @property
+    def is_guessed(self) -> bool:
+        """Return True for a file of accelerate or DeepSpeed that nothing names, with many keys that neither has."""
+        unknown = [key for key in self.data if key not in KNOWN_KEYS.get(self.kind or "", self.data) and key[:1] != "_"]
+        return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / 3)
 
     @property
     def has_trl_parser(self) -> bool:
@@ -553,6 +564,12 @@ DECISIVE_KEYS = {
     DEEPSPEED: {"zero_optimization"},
 }
 
+KNOWN_KEYS: dict[str, Set[str]] = {
+    ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
+    DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),
+}
+MOST_UNKNOWN = 2  # keys of a file that its library does not have, above which a script may read it itself
+
 
 def detect_kind(data: dict[str, Any]) -> str | None:
     """Return the program that reads these keys: `accelerate`, `deepspeed`, `trainer`, `skypilot`, or None for another.
@@ -577,11 +594,7 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     program = program_of(data)
     if program is not None or keys & FOREIGN_KEYS:
         return PROGRAM_KINDS.get(str(program))
-    known_keys: dict[str, Set[str]] = {
-        ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
-        DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),
-        TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED),
-    }
+    known_keys = KNOWN_KEYS | {TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED)}
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.paths import is_file
+from toolkit.versions import version_numbers
 
 MAX_PATH_LENGTH = 1024
 MAX_LEVELS = 12
@@ -26,6 +27,10 @@ _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
+_REQUIREMENTS = ("requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
+_BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
+_SPECIFIER = r"(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@)?([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*)"
+_MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
 
@@ -58,9 +63,7 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=64)
 def project_files(folder: Path) -> tuple[Path, ...]:
     """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
-    marks = (".git", "setup.py", "pyproject.toml", "requirements.txt")
-    around = [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each.parent != each and each != Path.home()]
-    root = next((each for each in around if any((each / mark).exists() for mark in marks)), None)
+    root = next((each for each in _around(folder) if any((each / mark).exists() for mark in _MARKS)), None)
     if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
         return ()
     files: list[Path] = []
@@ -68,6 +71,36 @@ def project_files(folder: Path) -> tuple[Path, ...]:
         folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "site-packages"]
         files += [Path(place, name) for name in names if name.endswith(".py")]
     return tuple(files)
+
+
+def _around(folder: Path) -> list[Path]:
+    return [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each.parent != each and each != Path.home()]
+
+
+@functools.lru_cache(maxsize=256)
+def pinned_below(folder: Path, library: str, version: str) -> str | None:
+    """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
+
+    A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one.
+    """
+    limit = (*version_numbers(version), 0, 0)[:3]
+    for place in _around(folder):
+        source = _texts([file for pattern in _REQUIREMENTS for file in sorted(place.glob(pattern))])
+        for found in re.finditer(rf"(?<![\w./-]){library}{_SPECIFIER}", source, re.IGNORECASE):
+            bounds = _BOUND.findall(found[1].replace(" ", ""))
+            for sign, number in bounds or ([("==", "0")] if found[1].isalnum() else []):
+                bound = (*version_numbers(number), 0, 0)[:3]
+                if bound < limit or (sign == "<" and bound == limit):
+                    return f"{library} {found[1].strip(' ,')}"
+        if (place / ".git").exists():
+            break
+    return None
+
+
+def forget_projects() -> None:
+    """Drop what is known of projects' files, which may have changed since in a process that lives long."""
+    for each in (project_files, project_source, has_own_loop, pinned_below):
+        each.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,6 +42,7 @@ CLOSED_ARGUMENTS = (
 )
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
+DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
@@ -127,7 +128,7 @@ def wrong_type(doc: Document) -> Iterator[Match]:
     return _wrong_types(doc, ACCELERATE_BLOCKS)
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a value of the type that the message names")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.15.1", fix="a value of the type that the message names")
 def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
     """The key takes another type: DeepSpeed raises in every rank, or on first use."""
     return _wrong_types(doc, DEEPSPEED_BLOCKS)
@@ -223,7 +224,7 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
         )
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
@@ -249,7 +250,7 @@ def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"DeepSpeed removed `{name}` and refuses it", "remove it", remove=True)
 
 
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="the new key")
+@rule(WARNING, DEEPSPEED, library="deepspeed", removed_in="0.6.5", fix="the new key")
 def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed still accepts the old spelling, and warns in the log that it will be removed."""
     for name, instead in removed.ZERO_DEPRECATED.items():
@@ -261,7 +262,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
@@ -279,8 +280,9 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         source = doc.reader_source if doc.call is None else ""
         drops = DROPS_UNKNOWN.search(source) and not re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
+        drops = drops or DROPS_EXTRA.search(source)
         may_drop = is_declared or drops or doc.is_read_in_parts
-        may_be_its = is_declared or (doc.call is None and not is_trls_own(doc))
+        may_be_its = may_drop or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
         yield Match(

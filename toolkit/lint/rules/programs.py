@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
@@ -10,6 +11,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS
+from toolkit.lint.named_files import pinned_below
 from toolkit.lint.rules.settings import shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
@@ -57,9 +59,18 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
+        if (key in schema.former or key in schema.renamed) and (pin := _older(doc, schema)):
+            message, level, instead = f"{message}; the project asks for {pin}", NOTE, None
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         yield Match(key, message, fix, rename=name if is_free else None, level=level)
+
+
+def _older(doc: Document, schema: ProgramSchema) -> str | None:
+    """Return what the project asks for where that is an older version of a program."""
+    folder = Path(doc.path).absolute().parent
+    by_transformers = pinned_below(folder, "transformers", "4.56.2") if schema.distribution == "trl" else None
+    return pinned_below(folder, schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
@@ -80,7 +91,8 @@ def _old_names(doc: Document) -> Iterator[Match]:
         for key in [key for key in unknown if key in schema.renamed and not doc.is_declared(key)]:
             instead = schema.replacement(key)
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
-            yield Match(key, message, f"`{instead}`" if instead else "remove it", level=WARNING)
+            level = NOTE if _older(doc, schema) else WARNING
+            yield Match(key, message, f"`{instead}`" if instead else "remove it", level=level)
 
 
 def is_trls_own(doc: Document) -> bool:

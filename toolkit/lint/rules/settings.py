@@ -20,6 +20,7 @@ from toolkit.lint.named_files import find_named, has_own_loop
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
+WORDS = ("dummy", "???", "...")  # that stand for a value
 FALSE_WORDS = {"false", "no", "n", "f", "off", "0"}
 
 
@@ -54,7 +55,7 @@ def as_enum(value: Any) -> str:
 
 def is_template(value: Any) -> bool:
     """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `dummy`."""
-    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<") or value == "dummy")
+    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<") or value in WORDS)
 
 
 def shorten(value: Any) -> str:

@@ -16,6 +16,7 @@ from toolkit.lint.rules.settings import as_enum, shorten
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
+A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
 )
@@ -58,7 +59,8 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
     script = doc.script
     for start, end in script.commands if script.launches else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
-        is_said = re.match(r"\s*(?:echo|printf)\b", script.text[start:end]) or "<<" in script.text[start:end]
+        command = script.text[start:end]
+        is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
         if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
             yield Match(
                 found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=script.line_at(found.start())
@@ -167,7 +169,8 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 and not any(each.startswith(name) for each in known)
             ):
                 option = f"--{name.replace('-', '_')}"
-                fix = f"behind {call.script}, if it is the script's"
+                is_script = re.search(r"\.py$|^\$|/", call.script) or {"m", "module"} & call.options.keys()
+                fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
                 yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
 
 
@@ -177,7 +180,7 @@ def file_not_read(doc: Document) -> Iterator[Match]:
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
-        if call.tool in PROGRAMS or not first.endswith(SUFFIXES):
+        if call.tool in PROGRAMS or first.startswith("-") or not first.endswith(SUFFIXES):
             continue
         source, beside = source_of(call.script or "", doc.path)
         reads = r"parse_(?:yaml|json)_file|parse_known_args|sys\.argv|H4ArgumentParser|read_args|OmegaConf|args_file"

@@ -108,7 +108,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
             start = f"{per_gpu} x {every or accumulation} completions on a process are not full groups of {group}"
             count = f"{processes} processes are refused" if processes else f"it needs {needs} processes, or a multiple"
             fix = f"a multiple of {needs} processes, or a batch and accumulation of {needs} times as much"
-            yield Match("num_generations", f"{start}: {count}", fix, level=None if processes else NOTE)
+            of_trl = processes and not re.search(r"class \w*GRPO\w*\((?:\w+\.)?Trainer\)", doc.reader_source)
+            yield Match("num_generations", f"{start}: {count}", fix, level=None if of_trl else NOTE)
     elif batch and group and batch % group:
         yield Match(
             "generation_batch_size", f"{batch} is not a multiple of num_generations {group}", f"a multiple of {group}"
@@ -266,7 +267,7 @@ def padding_free_ignored(doc: Document) -> Iterator[Match]:
     """
     chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
     strategy = doc.get("packing_strategy", "bfd")
-    if chosen and any(doc.has(key) for key in DPO_KEYS):
+    if chosen and any(doc.has(key) for key in DPO_KEYS) and not is_grpo(doc):
         yield Match("padding_free", "DPOTrainer turns it off: rows are padded", "remove it", remove=True)
     elif chosen is False and as_bool(doc.get("packing")) and strategy != "wrapped":
         message = f"packing with {shorten(strategy)} turns it on all the same"
