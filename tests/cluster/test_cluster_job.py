@@ -33,6 +33,8 @@ PODS, SKY = "kubernetes --preset zero2 --nodes 2", "skypilot --preset zero2 --no
         ("slurm --preset zero2 --nodes 2 -- --resume_from_checkpoint out/checkpoint-5", "would begin there again"),
         ("slurm --preset zero2 --nodes 2 --time-limit 5", "too short: the run is stopped 300 s before its end to save"),
         ("slurm --preset zero2 --nodes 2 --submit", "`sbatch` is not on the PATH: the job was not submitted"),
+        # the last --model_name_or_path counts
+        ("slurm --preset zero2 --nodes 2 -- --model_name_or_path demo", "demo: prepared on one node"),
         # an elastic job names the numbers of ranks that keep its batch
         ("slurm --preset zero2 --nodes 1:3", "numbers of processes that keep it: 1, 2, 3, 4, 6, 12"),
         # comparisons

@@ -166,6 +166,8 @@ CASES = [
     Case("refused-by-accelerate", f"{FSDP}  fsdp_activation_checkpointing_offload: true\n",
          f"{FSDP}  fsdp_activation_checkpointing_offload: true\n  fsdp_activation_checkpointing: true\n", 4),
     Case("refused-by-accelerate", f"{FSDP}  fsdp_state_dict_type: LOCAL_STATE_DICT\n", FSDP, 4),
+    Case("refused-by-accelerate", f"{DEEPSPEED}  deepspeed_multinode_launcher: openmpi\nnum_machines: 2\n",
+         f"{DEEPSPEED}  deepspeed_multinode_launcher: standard\nnum_machines: 2\n", 3),
     Case("refused-by-accelerate", "distributed_type: MULTI_GPU\ngpu_ids: 3\n",
          "distributed_type: MULTI_GPU\ngpu_ids: 3\nnum_machines: 2\n", 2),
     Case("uneven-processes", "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 5\n",

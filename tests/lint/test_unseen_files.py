@@ -62,6 +62,29 @@ def test_settings_of_another_version_or_a_fork_are_warnings_and_old_names_have_t
     assert levels(fork)["torch_dtyp"] == "error"  # a misspelling
 
 
+@pytest.mark.parametrize(
+    ("how", "level"), [("openmpi", "error"), ("mpich", "error"), ("nossh", "note"), ("pdsh", "note")]
+)
+def test_accelerate_cannot_start_deepspeeds_mpi_launchers(tmp_path: Path, how: str, level: str) -> None:
+    options = f"--use_deepspeed --num_machines 2 --deepspeed_hostfile h --deepspeed_multinode_launcher {how}"
+    found = [
+        each
+        for each in lint(tmp_path, a__sh=f"accelerate launch {options} x.py\n")
+        if each.rule == "deepspeed-without-standard"
+    ]
+    assert [(each.level, how in each.message) for each in found] == [(level, True)]
+
+
+@pytest.mark.parametrize("word", ["src/train.py", "$SCRIPT", "--bf16"])
+def test_a_blank_behind_a_backslash_loses_any_line(tmp_path: Path, word: str) -> None:
+    def lost(script: str) -> list[int | None]:
+        return [each.line for each in lint(tmp_path, a__sh=script) if each.rule == "lost-line"]
+
+    assert lost(f"deepspeed --num_gpus 8 \\ \n  {word} \\\n  --bf16\n") == [2]
+    assert lost("deepspeed --num_gpus 8 \\\n  src/train.py \\ \n\n# done \\ \nls out\n") == []
+    assert lost(f"deepspeed --num_gpus 8 \\\n  {word} \\\n  --bf16\n") == []
+
+
 def test_line_ends_of_windows_are_one_finding(tmp_path: Path) -> None:
     script = "#!/bin/bash\r\naccelerate launch train.py \\\r\n  --bf16 \\\r\n  --output_dir out\r\n"
     findings = [each for each in lint(tmp_path, a__sh=script) if each.rule == "lost-line"]

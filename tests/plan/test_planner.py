@@ -329,6 +329,7 @@ def test_equal_lengths_need_no_mask() -> None:
         ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
         ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused, chunked_output, cut, upcast or bf16"),
         ({"optim": "galore_adamw"}, "--optim galore_adamw is not planned"),
+        ({"optim": "schedule_free"}, "schedule_free_adamw"),
     ],
 )
 def test_values_out_of_range_are_refused_by_option(how: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cluster.options import MAX_NAME, JobOptions
+from toolkit.demo.assets import DEMO, DEMO_ARGUMENTS
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
@@ -122,6 +123,7 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
         )
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
+    check_named_inputs(job)
     checkpoint = job.resume_from_checkpoint
     if checkpoint is None:
         argv += command.RESUME_LATEST
@@ -156,6 +158,15 @@ def check_secrets(argv: Sequence[str]) -> None:
                 f"a training argument is a secret, which would be written into the job file: {hidden}",
                 hint=f"leave {HIDDEN} out, and pass it in the environment: `--env HF_TOKEN`",
             )
+
+
+def check_named_inputs(job: Job) -> None:
+    """Refuse `demo`, which `toolkit train` prepares on one node: the nodes need folders that all of them see."""
+    for name in DEMO_ARGUMENTS[:2]:
+        if getattr(job, name) in (DEMO, [DEMO]) and not Path(DEMO).exists():
+            part = "--model" if name == "model_name_or_path" else "--data"
+            hint = f'`--{name} "$(python -m toolkit.demo {part})"`, if the nodes see this home folder'
+            raise ToolkitError(f"--{name} {DEMO}: prepared on one node, which the others do not have", hint=hint)
 
 
 def check_world_sizes(options: JobOptions, preset: PresetSpec, job: Job) -> None:

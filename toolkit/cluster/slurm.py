@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from toolkit.cluster.cluster_job import ClusterJob, check_job_arguments, check_secrets, check_world_sizes, preset_word
+from toolkit.cluster.cluster_job import (
+    ClusterJob,
+    check_job_arguments,
+    check_named_inputs,
+    check_secrets,
+    check_world_sizes,
+    preset_word,
+)
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
 from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
 from toolkit.errors import ToolkitError
@@ -122,6 +129,7 @@ def comparison_file(options: JobOptions, slurm: SlurmOptions) -> str:
     check_secrets(argv)
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir", "max_steps"))
+    check_named_inputs(job)
     refuse_arguments_of_comparison(job.without("output_dir"))
     for preset in map(load_preset, options.preset):
         if preset.uses_nvme:

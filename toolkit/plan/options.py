@@ -56,9 +56,9 @@ class JobAndGpuOptions:
         Option(help="gradients between accumulation steps: sharded, or whole (FSDP2); default: the preset's"),
     ] = None
     method: MethodName = "sft"
-    beta: Annotated[float | None, Option(help="of the method; 0 leaves out the reference model of grpo and rloo")] = (
-        None
-    )
+    beta: Annotated[
+        float | None, Option(help="`beta` of the method's loss; 0 leaves out the reference model of grpo and rloo")
+    ] = None
     precompute_ref_log_probs: PrecomputeFlag = False
     ref_dtype: Annotated[
         str | None, Option(help="dtype of the reference model without DeepSpeed: float32 (the default) or bfloat16")

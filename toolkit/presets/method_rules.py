@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.engines.ddp import Single
 from toolkit.engines.engine import Engine
 from toolkit.engines.registry import ENGINES
-from toolkit.errors import did_you_mean
+from toolkit.job.argument_values import nearest_word
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
 from toolkit.models.optimizers import OPTIMIZERS, why_not_planned
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer
@@ -183,7 +183,8 @@ def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
 def planned_optimizer(case: Case) -> Answers:
     optim = case.job.optim
     if case.purpose in ("plan", "recommend") and optim not in OPTIMIZERS:
-        hint = did_you_mean(optim, OPTIMIZERS, otherwise=f"planned: {', '.join(OPTIMIZERS)}")
+        close = nearest_word(optim, OPTIMIZERS)  # the first that begins so: AdamW's
+        hint = f"did you mean `{close}`?" if close else f"planned: {', '.join(OPTIMIZERS)}"
         why = why_not_planned(optim)
         yield job_answer(f"--optim {optim} is not planned{f': {why}' if why else ''}", hint)
 

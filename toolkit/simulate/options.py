@@ -124,6 +124,8 @@ class StragglerOptions:
     seed: Annotated[int, Option(help="seed of the compute times")] = 0
     model: Annotated[str | None, Option(help="communicate its gradients: hub id, folder or config.json")] = None
     gpu: plan.GpuName = None
-    gpus_per_node: Annotated[int | None, Option(help="by default the largest divisor of the workers up to 8")] = None
+    gpus_per_node: Annotated[
+        int | None, Option(help="GPUs per node, one per worker; default: the largest divisor of the workers up to 8")
+    ] = None
     network_gb_per_second: Annotated[float | None, Option(help="of a node: all cards, one direction")] = None
     output_dir: OutputFolder = None

@@ -188,7 +188,8 @@ def node_rank_unset(doc: Document) -> Iterator[Match]:
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")
 def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     """`accelerate launch` starts DeepSpeed on several nodes through pdsh. Without a hostfile each node trains alone.
-    With one, the environment, tokens included, goes into `.deepspeed_env`, which everybody may read.
+    With one, the environment, tokens included, goes into `.deepspeed_env`, which everybody may read. DeepSpeed's MPI
+    launchers refuse the `--num_gpus` that accelerate passes.
     """
     for call in several(doc, "accelerate"):
         flags = {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
@@ -197,10 +198,16 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
         if file is not None and is_deepspeed(file) and not call.options.keys() & {"use-fsdp", "multi-gpu"}:
             how = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
             is_asked_for |= how == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile")
-        if is_asked_for and call.options.get("deepspeed-multinode-launcher") != "standard":
+        how = (call.options.get("deepspeed-multinode-launcher") or "pdsh").lower()
+        if is_asked_for and how != "standard":
             level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
-            fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
-            yield Match("--deepspeed_multinode_launcher", "pdsh starts DeepSpeed", fix, line=call.line, level=level)
+            message, fix = (
+                f"{how} starts DeepSpeed",
+                "torchrun on each node, or `--deepspeed_multinode_launcher standard`",
+            )
+            if how in ("openmpi", "mvapich", "mpich"):
+                message, level = f"accelerate passes --num_gpus, or a filter, which DeepSpeed refuses for {how}", ERROR
+            yield Match("--deepspeed_multinode_launcher", message, fix, line=call.line, level=level)
 
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")

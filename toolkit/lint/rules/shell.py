@@ -15,6 +15,8 @@ from toolkit.lint.rules.settings import as_enum, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
+BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
+FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 ASSIGNED = re.compile(
@@ -31,12 +33,15 @@ def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
 @rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
 def lost_line(doc: Document) -> Iterator[Match]:
     """bash takes a line that begins with an option for a command, and the launcher starts without it. The backslash
-    before it is missing, or followed by a space, a comment, a blank line or a Windows line end.
+    before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
+    a space any line is lost, the script's name too.
     """
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
     for start, end in script.commands if script.launches else ():
         found = LOST.match(script.text, start, end)
+        if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
+            found = FIRST_WORD.match(script.text, start, end)
         if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
