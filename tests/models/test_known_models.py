@@ -288,3 +288,32 @@ def test_a_published_copy_is_planned_as_the_model_that_it_is_listed_with() -> No
 @pytest.mark.parametrize("name", ["somebody/Qwen3-8B", "Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-8B-GGUF", "Qwen2-VL-7B"])
 def test_a_model_of_another_shape_or_owner_is_not_planned_as_a_known_one(name: str) -> None:
     assert reading.same_shape(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("llama3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("somebody/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-32B-AWQ", "Qwen/Qwen3-32B"),
+        ("unsloth/Qwen3-4B-Instruct-2507-GGUF", "Qwen/Qwen3-4B"),
+        ("unsloth/gemma-3-27b-it-qat-bnb-4bit", "google/gemma-3-27b-it"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct-AWQ", "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("qwen2.5vl:7b", "Qwen/Qwen2.5-VL-7B-Instruct"),
+    ],
+)
+def test_a_quantized_copy_or_a_short_name_is_refused_with_the_known_model(
+    name: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ToolkitError) as refused:
+        config_path(name)
+    assert refused.value.hint is not None
+    assert f"did you mean `{known}`" in refused.value.hint
+    assert ("--load-in-4bit" in refused.value.hint) == bool(re.search("awq|gguf|qat", name.lower()))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-9B", "openbmb/MiniCPM-V-4_5", "Qwen/Qwen9-VL-7B-AWQ", "gemma-3-8b-GGUF"])
+def test_a_model_that_is_not_known_is_not_guessed(name: str) -> None:
+    assert reading.made_from(name) is None

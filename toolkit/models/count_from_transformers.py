@@ -132,6 +132,7 @@ def _adapters_of_kinds(model: Any, kinds: list[str]) -> dict[str, Any]:
     """Adapters of all layers, from a model that has one of each kind: peft takes 11 s for DeepSeek-V3's 61."""
     with torch.device("meta"):
         smaller = model_class(model.config).from_config(_with_fewer_layers(model.config, kinds, tower=True))
+    smaller = _without_repeated_layers(smaller, kinds)
     kinds_of_smaller = _kind_of_each_layer(smaller)  # before peft changes the model
     adapters = describe_adapters(smaller)
     of_kind = dict(zip(kinds_of_smaller, adapters["adapters_of_layer"], strict=True))
@@ -285,18 +286,38 @@ def _kind_of_each_layer(model: Any) -> list[str]:
     return [f"{layer_type} {own}" for layer_type, own in zip(types, tensors, strict=False)]
 
 
+def _numbers_to_run(config: Any, kinds: list[str]) -> list[int]:
+    """The first layers that contain each kind after the first; with shared keys, the last of each: it stores them."""
+    if getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        return [0, *sorted({kind: number for number, kind in enumerate(kinds) if number}.values())]
+    return list(range(max((kinds.index(kind, 1) for kind in set(kinds[1:])), default=0) + 1))
+
+
+def _without_repeated_layers(model: Any, kinds: list[str]) -> Any:
+    """Remove from a model with shared keys the layers that are not run; their number sizes its outer tensors."""
+    text = model.config.get_text_config()
+    if getattr(text, "num_kv_shared_layers", None):
+        numbers = _numbers_to_run(model.config, kinds)
+        parent, _, name = next(iter(decoder_layers(model))).rpartition(".")[0].rpartition(".")
+        layers = model.get_submodule(f"{parent}.{name}")
+        setattr(model.get_submodule(parent), name, torch.nn.ModuleList(layers[number] for number in numbers))
+        text.layer_types = [text.layer_types[number] for number in numbers]
+    return model
+
+
 def _with_fewer_layers(config: Any, kinds: list[str], *, tower: bool = False) -> Any:
-    """The configuration cut to the first layers, as many as contain each kind after the first; a tower to one layer."""
-    needed = max((kinds.index(kind, 1) + 1 for kind in set(kinds[1:])), default=1)
+    """The configuration cut to the first layers, as many as contain each kind after the first; a tower to one layer.
+
+    That of a model with shared keys keeps its layers: `_without_repeated_layers` removes them from the model.
+    """
+    needed = _numbers_to_run(config, kinds)[-1] + 1
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if getattr(text, "num_hidden_layers", None) == len(kinds):
+    if getattr(text, "num_hidden_layers", None) == len(kinds) and not getattr(text, "num_kv_shared_layers", None):
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == len(kinds):  # one entry per layer
                 setattr(text, name, value[:needed])
         text.num_hidden_layers = needed
-        if shared := getattr(text, "num_kv_shared_layers", None):  # the last layers, which use keys of earlier ones
-            text.num_kv_shared_layers = max(0, shared - (len(kinds) - needed))
     for name in () if tower else ("depth", "num_hidden_layers"):  # a tower is built, and not run
         if getattr(vision := getattr(config, "vision_config", None), name, None):
             setattr(vision, name, 1)
@@ -307,10 +328,10 @@ def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
     key = {"autocast": autocast, "per_rank": False}
     with as_on_gpu(), with_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
         # Trained weights are fp32 under autocast; DeepSpeed and FSDP2 compute with bf16 weights.
-        model = _build(config, torch.float32 if autocast else torch.bfloat16)
+        model = _build(config, kinds, torch.float32 if autocast else torch.bfloat16)
         yield from (key | {"lora": False} | row for row in _rows_by_mask(model, kinds, autocast=autocast))
         try:  # peft's refusal is no reason to leave out a full fine-tune
-            smaller, larger = (_with_adapters(config, rank, autocast=autocast) for rank in RANKS)
+            smaller, larger = (_with_adapters(config, kinds, rank, autocast=autocast) for rank in RANKS)
         except ValueError:
             return
         rows = list(_rows_by_mask(smaller, kinds, autocast=autocast))
@@ -333,17 +354,17 @@ def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[R
         yield {"mask": mask} | row | {"backward": unmasked["backward"]}
 
 
-def _build(config: Any, dtype: torch.dtype) -> Any:
+def _build(config: Any, kinds: list[str], dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     with no_init_weights():
-        model = model_class(config).from_config(config, dtype=dtype)
+        model = _without_repeated_layers(model_class(config).from_config(config, dtype=dtype), kinds)
     model.config.use_cache = False
     return model.train()
 
 
-def _with_adapters(config: Any, rank: int, *, autocast: bool) -> Any:
+def _with_adapters(config: Any, kinds: list[str], rank: int, *, autocast: bool) -> Any:
     """A frozen model in bf16; its adapters are in fp32 under autocast."""
-    base = _build(config, torch.bfloat16)
+    base = _build(config, kinds, torch.bfloat16)
     model = get_peft_model(base, _lora(rank, refused_modules(base)), autocast_adapter_dtype=autocast)
     share_inputs(model)
     return model.train()
@@ -353,7 +374,8 @@ def _count(model: Any, kinds: list[str], mask: str, *, autocast: bool, peaks: bo
     """Coefficients of each of `COUNTED_PARTS`; without `peaks`, `backward` is zero."""
     progress(f"activations, {'bf16 copies of fp32 weights' if autocast else 'bf16 weights'}, mask: {mask}")
     names = list(decoder_layers(model))
-    name_of_kind = dict(zip(kinds, names, strict=False))  # the last layer of each kind
+    run = (kinds[number] for number in _numbers_to_run(model.config, kinds))
+    name_of_kind = dict(zip(run, names, strict=False))  # the last layer of each kind
     measure_peaks = set(name_of_kind.values()) if peaks else set()
     forward = functools.partial(_forward, model, mask=mask, peaks_of=measure_peaks, autocast=autocast)
     forwards = [forward(length=length) for length in LENGTHS[:2]]

@@ -49,6 +49,8 @@ MAX_REASON = 300  # characters of what transformers says
 TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
 TUNING |= {"think", "sft", "dpo", "hf", "1m"}
 IN_4BIT = {"unsloth", "bnb", "4bit"}
+# Words of copies for inference, and of some that only LoRA trains: their weights are not what a plan is of.
+STORED = {"awq", "gguf", "gptq", "qat", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4", "mxfp4", "mlx", "exl2", "nf4"}
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -287,6 +289,20 @@ def _untuned(short: str) -> str:
     return "-".join(word for word in short.lower().split("-") if word not in TUNING | IN_4BIT)
 
 
+def made_from(name: str) -> str | None:
+    """Return the known model that a quantized copy, another owner's copy, or a short name may be of: a guess, to ask.
+
+    >>> made_from("TheBloke/Qwen2.5-7B-Instruct-AWQ"), made_from("llama3.3:70b"), made_from("Qwen2-VL-7")
+    ('Qwen/Qwen2.5-7B', 'meta-llama/Llama-3.3-70B-Instruct', None)
+    """
+    squeezed = {_squeezed(short): known for (_, short), known in _twins().items()}
+    return squeezed.get(_squeezed(name.lower().rpartition("/")[2]))
+
+
+def _squeezed(short: str) -> str:
+    return "".join(word for word in re.split("[-_:]", short) if word not in TUNING | IN_4BIT | STORED)
+
+
 def config_path(model: str, *, known: bool = True) -> Path:
     """Return the path of MODEL's configuration; a hub id's is downloaded into the hub's own cache.
 
@@ -318,10 +334,12 @@ def config_path(model: str, *, known: bool = True) -> Path:
         if kind := next((kind for kind, words in WORDS_OF_KIND.items() if re.search(words, name.lower())), None):
             raise _no_decoder(f"{name}, by its name,", kind) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
-        close = nearest(name.lower(), names, cutoff=0.85)
-        if close is None or names[close] == name:
+        close = made_from(name) or names.get(nearest(name.lower(), names, cutoff=0.85) or "")
+        if close is None or close == name:
             raise
-        raise ToolkitError(error.message, hint=f"did you mean `{names[close]}`? Or {error.hint}") from None
+        stored = STORED & {*re.split("[-_:]", name.lower().rpartition("/")[2])}
+        in_4bit = " with `--lora-r 16 --load-in-4bit`" if stored else ""
+        raise ToolkitError(error.message, hint=f"did you mean `{close}`{in_4bit}? Or {error.hint}") from None
 
 
 def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:
