@@ -174,7 +174,7 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 and not any(each.startswith(name) for each in known)
             ):
                 option = f"--{name.replace('-', '_')}"
-                is_script = re.search(r"\.py$|^\$|/", call.script) or {"m", "module"} & call.options.keys()
+                is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
                 yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
 
