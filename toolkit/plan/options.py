@@ -45,6 +45,11 @@ class JobAndGpuOptions:
     lora_r: Annotated[int | None, Option(help="train LoRA adapters of this rank instead of all weights")] = None
     load_in_4bit: Annotated[bool, Option("--load-in-4bit", help="QLoRA: quantize the base model to 4 bits")] = False
     optim: Annotated[str, Option(help="optimizer, by its name in the training arguments")] = DEFAULT_OPTIMIZER
+    optim_args: Annotated[str | None, Option(help="arguments of the optimizer: momentum=0.9, or rank=128")] = None
+    optim_target_modules: Annotated[
+        list[str] | None,
+        Option(help="modules that GaLore or APOLLO projects: all-linear, a pattern, or parts of names"),
+    ] = None
     equal_lengths: Annotated[
         bool,
         Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),
