@@ -33,7 +33,7 @@ from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
 from toolkit.lint.findings import LintRule
 from toolkit.lint.rules import RULES
-from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
+from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor, optimizer_spec
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
@@ -182,8 +182,9 @@ def _presets_of_optimizer(optim: str) -> str:
 
 
 def _state_size(optim: str) -> str:
-    matrix = UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True)
-    return f"{OPTIMIZERS[optim].state_bytes([matrix]) / matrix.num_elements:.3g}"
+    matrix = UpdatedTensor(shape=(4096, 4096), is_hidden_matrix=True, is_projected=True)
+    spec = optimizer_spec(optim) or OPTIMIZERS[optim]
+    return f"{spec.state_bytes([matrix]) / matrix.num_elements:.3g}"
 
 
 def lint_rules() -> str:

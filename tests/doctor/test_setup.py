@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, cpu_environment, run_warm
 
-from toolkit.doctor import node_packages, ops
+from toolkit.doctor import node_packages, ops, precompiled
 from toolkit.doctor.node_packages import GPU_PACKAGES, left_out, main
 from toolkit.engines.compiled_ops import are_compiled, path_with_ninja
 from toolkit.errors import ToolkitError
@@ -77,6 +78,26 @@ def test_a_failed_compilation_reports_its_last_line_and_its_log(
     monkeypatch.setattr(ops, "_LOAD_CODE", "raise SystemExit('ninja: build stopped')")
     with pytest.raises(ToolkitError, match=rf"ninja: build stopped\n  hint: see the log: {extensions}/compile\.log"):
         ops.compile_ops()
+
+
+def test_a_file_of_async_io_is_compiled_with_a_precompiled_header_that_ninja_does_not_see(tmp_path: Path) -> None:
+    header = tmp_path / "include" / "torch" / "extension.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\ninline int from_torch() { return 7; }\n")
+    (tmp_path / "file.cpp").write_text(
+        "#include <vector>\n#include <torch/extension.h>\nint f() { return from_torch(); }\n"
+    )
+    compiler, script = shutil.which("c++"), Path(precompiled.__file__)
+    words = ["-MMD", "-MF", "file.d", "-DTORCH_EXTENSION_NAME=async_io", "-isystem", "include", "-g", "-O0"]
+    words += ["-c", "file.cpp", "-o", "file.o"]
+    command = [sys.executable, "-S", str(script), str(tmp_path), str(compiler), *words]
+    compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (compiled.returncode, compiled.stderr) == (0, "")
+    assert len(list(tmp_path.glob("*.h.gch"))) == 1
+    assert (tmp_path / "file.d").read_text().split() == ["file.o:", "file.cpp"]
+    assert b"from_torch" in (tmp_path / "file.o").read_bytes()
+    (tmp_path / "file.cpp").write_text("no C++")
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
 
 
 @pytest.mark.launch

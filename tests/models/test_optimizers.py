@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from toolkit.engines.tensors import optimizer_state_tensors
 from toolkit.errors import ToolkitError
-from toolkit.models.optimizers import MUON, OPTIMIZERS, UpdatedTensor, why_not_planned
+from toolkit.job.job import Job
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.decoders import shape_from_config
+from toolkit.models.job_weights import job_weights
+from toolkit.models.optimizers import MUON, OPTIMIZERS, UpdatedTensor, is_low_rank, optimizer_spec, why_not_planned
 from toolkit.models.read_model import read_model
+from toolkit.observe.verify.expected import optimizer_class
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.presets import load_preset
+from toolkit.presets.support import unsupported
 
 NAMES = [name.value for name in OptimizerNames]
 BITSANDBYTES = [name for name, spec in OPTIMIZERS.items() if spec.class_name.startswith("bitsandbytes.")]
@@ -64,6 +76,84 @@ def test_states_are_those_that_schedulefree_makes(optim: str) -> None:
     optimizer.step()
     live = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in live) == spec.state_bytes([UpdatedTensor(shape=shape) for shape in SHAPES])
+
+
+LOW_RANK = [name for name in OPTIMIZERS if is_low_rank(name) and "8bit" not in name]
+
+
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated")
+@pytest.mark.parametrize("optim", LOW_RANK)
+@pytest.mark.parametrize("proj_type", ["std", "right", "left"])
+@pytest.mark.parametrize("shape", [(96, 24), (24, 96), (6, 40)])
+def test_states_of_projections_are_those_of_galore_and_apollo(
+    optim: str, proj_type: str, shape: tuple[int, int]
+) -> None:
+    """The rank, 8, is more than an SVD finds in the last shape; a random projection has it."""
+    spec = optimizer_spec(optim, f"rank=8,proj_type={proj_type}", "all-linear")
+    assert spec is not None
+    package = spec.class_name.partition(".")[0]
+    library: Any = pytest.importorskip(package, reason=f"{package} is not installed")
+    names = {"galore_adamw": "GaLoreAdamW", "galore_adafactor": "GaLoreAdafactor", "apollo_adamw": "APOLLOAdamW"}
+    matrix, norm = torch.nn.Parameter(torch.zeros(shape)), torch.nn.Parameter(torch.zeros(64))
+    options: Any = {"scale_parameter": False, "relative_step": False} if optim == "galore_adafactor" else {}
+    projection: Any = {"rank": 8, "update_proj_gap": 200, "scale": 1.0, "proj_type": proj_type}
+    projection |= {"proj": "random", "scale_type": "tensor"} if optim == "apollo_adamw" else {}
+    optimizer = getattr(library, names[optim])(
+        [{"params": [norm]}, {"params": [matrix], **projection}], lr=0.1, **options
+    )
+    for parameter in (matrix, norm):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    tensors = [UpdatedTensor(shape=shape, is_projected=True), UpdatedTensor(shape=(64,))]
+    assert sum(each.nbytes for each in optimizer_state_tensors(optimizer)) == spec.state_bytes(tensors)
+    assert optimizer_class(optimizer) == spec.class_name
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*mlp.*", ["q_proj", "mlp"], r"model\.layers\.0\..*"])
+def test_the_modules_that_are_projected_are_those_that_transformers_chooses(targets: Any) -> None:
+    from transformers.trainer_utils import check_target_module_exists
+
+    spec = optimizer_spec("galore_adamw", None, targets)
+    assert spec is not None
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
+        theirs = targets == "all-linear" or bool(check_target_module_exists(targets, name))
+        assert spec.projects(name) == theirs
+
+
+@pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", ["all-linear", ["attn", "mlp"], r".*mlp\..*"])
+def test_states_of_a_model_are_those_of_the_trainers_groups(tmp_path: Path, targets: Any, tied: bool) -> None:
+    """`all-linear` has the head too, unless it is the embedding's weight."""
+    pytest.importorskip("galore_torch", reason="galore_torch is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
+    options: Any = {"optim": "galore_adamw", "optim_args": "rank=8", "optim_target_modules": targets}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)
+    make, found = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    optimizer = make(**found)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    fields = {"model_type": "llama", "tie_word_embeddings": tied} | sizes
+    shape, spec = (
+        shape_from_config(ConfigFields(fields, "config.json")),
+        optimizer_spec("galore_adamw", "rank=8", targets),
+    )
+    assert shape is not None
+    planned = model_states(
+        engine_settings(load_preset("single"), world_size=1, hidden_size=64), job_weights(shape), spec
+    ).optimizer_bytes
+    assert planned == sum(each.nbytes for each in optimizer_state_tensors(optimizer))
+
+
+@pytest.mark.parametrize("preset", ["fsdp2", "zero1", "zero3"])
+@pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw"])
+def test_projections_of_shards_are_refused(preset: str, optim: str) -> None:
+    reason = unsupported(load_preset(preset), Job(optim=optim), purpose="plan")
+    assert reason is not None
+    assert f"--optim {optim} does not work under preset '{preset}'" in reason.message
 
 
 def test_three_states_take_half_as_much_again_as_two() -> None:

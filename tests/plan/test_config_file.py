@@ -116,7 +116,7 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
     ("name", "text", "setting", "option"),
     [
         ("a.yaml", f"{AXOLOTL}optimizer: came_pytorch\n", "optimizer 'came_pytorch'", "optim"),
-        ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "--optim galore_adamw", "optim"),
+        ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "and GaLore projects matrices", "optim"),
         ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
         ("a.yaml", f"{AXOLOTL}lora_modules_to_save: [embed_tokens]\n", "modules_to_save", "lora_r"),
         ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),

@@ -17,7 +17,7 @@ from model_configs import EXPERTS, GPT2, TINY, config_file
 from preset_files import deepspeed_pair
 
 from toolkit.models.job_weights import job_weights
-from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, is_low_rank
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.engine_settings import engine_settings
@@ -63,14 +63,15 @@ def test_planned_states_are_those_that_engines_hold(rows: list[tuple[str, str, s
         shape = read_model(case["architecture"])
         place = {"world_size": 2, "hidden_size": shape.hidden_size, "mixed_precision": "no"}
         engine = engine_settings(load_preset(case["preset"]), **place)
-        states = model_states(engine, job_weights(shape), case["arguments"][1])
+        states = model_states(engine, job_weights(shape), OPTIMIZERS[case["arguments"][1]])
         parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         assert [case.get(part) for part in parts] == [getattr(states, part) for part in parts], case
 
 
 def test_each_class_of_optimizer_is_compared() -> None:
-    """Those of schedulefree are compared in tests/models/test_optimizers.py."""
-    classes = {each.class_name for each in OPTIMIZERS.values() if not each.class_name.startswith("schedulefree.")}
+    """Those of schedulefree, GaLore and APOLLO are compared in tests/models/test_optimizers.py."""
+    here = {name: each.class_name for name, each in OPTIMIZERS.items() if not is_low_rank(name)}
+    classes = {name for name in here.values() if not name.startswith("schedulefree.")}
     compared = {OPTIMIZERS[optim].class_name for _, _, optim in [*OPTIMIZED, *BY_TORCHAO]}
     assert classes - {OPTIMIZERS[DEFAULT_OPTIMIZER].class_name} == compared
 

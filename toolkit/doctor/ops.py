@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -114,12 +116,25 @@ def _compile_in_child_process(log: Path, builders: list[str]) -> None:
     """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
     command = [sys.executable, "-c", _LOAD_CODE, *builders]
     environment = os.environ | {"PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)}
-    with log.open("w", encoding="utf-8") as stream:
+    with log.open("w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as scratch:
+        environment["PATH"] = _with_precompiled_headers(Path(scratch), environment["PATH"])
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
         child = subprocess.run(command, env=environment, check=False, **streams)
     if child.returncode != 0:
         last_line = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"])[-1]
         raise ToolkitError(f"DeepSpeed's CPU ops do not compile: {last_line}", hint=f"see the log: {log}")
+
+
+def _with_precompiled_headers(folder: Path, path: str) -> str:
+    """Put a `c++` that precompiles torch's header in front of PATH, except for a compiler of the user's own."""
+    compiler = shutil.which("c++", path=path)
+    if compiler is None or os.environ.get("CXX"):
+        return path
+    script = folder / "c++"
+    words = [sys.executable, "-S", str(Path(__file__).with_name("precompiled.py")), str(folder), compiler]
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    script.chmod(0o755)
+    return f"{folder}{os.pathsep}{path}"
 
 
 def stale_locks() -> list[Path]:

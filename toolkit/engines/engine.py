@@ -347,7 +347,16 @@ def state_bytes(
             count=count,
             is_embedding=tensor.is_embedding,
             is_hidden_matrix=tensor.is_linear_weight and tensor not in weights.shape.outer,
+            is_projected=tensor.is_linear_weight
+            and not tensor.is_embedding
+            and optimizer.projects(_module(tensor, weights)),
         )
 
     held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
-    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.class_name.startswith("torch.") else held_bytes
+    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
+
+
+def _module(tensor: Tensor, weights: JobWeights) -> str:
+    """The name of a tensor's module: of the first layer, where it is in all of a kind."""
+    name = tensor.name.removesuffix(".weight")
+    return name if tensor in weights.shape.outer else f"model.layers.0.{name}"

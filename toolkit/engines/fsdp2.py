@@ -62,6 +62,8 @@ class FullyShard(Engine):
             "transformers' Adafactor makes plain tensors beside DTensors",
             "`--optim adamw_torch_8bit`, or `--preset ddp`",
         ),
+        "apollo_torch": ("its random projections are plain tensors beside DTensors", "`--preset ddp`"),
+        "galore_torch": ("its SVD takes a matrix, and each rank has rows of one", "`--preset ddp`"),
         "adagrad": (
             "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
             "`--optim rmsprop`, or `--preset ddp`",

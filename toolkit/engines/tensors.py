@@ -92,6 +92,7 @@ def innermost_optimizer(optimizer: Any) -> Any:
 def optimizer_state_tensors(optimizer: Any) -> list[torch.Tensor]:
     """Return the tensors that an optimizer keeps per parameter, without scalar step counters."""
     states = [value for state in innermost_optimizer(optimizer).state.values() for value in state.values()]
+    states = [getattr(value, "ortho_matrix", value) for value in states]  # GaLore's and APOLLO's projections
     return [value for value in states if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 

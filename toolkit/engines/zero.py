@@ -117,6 +117,8 @@ class Zero(Engine):
             "its switch to evaluated weights reaches DeepSpeed's fp32 partitions, and not the weights",
             "`--preset ddp`, or `--optim adamw_torch_fused`",
         ),
+        "apollo_torch": ("DeepSpeed flattens parameters, and APOLLO projects matrices", "`--preset ddp`"),
+        "galore_torch": ("DeepSpeed flattens parameters, and GaLore projects matrices", "`--preset ddp`"),
         "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
         "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
         "torchao": (

@@ -12,6 +12,7 @@ Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and to
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ class UpdatedTensor:
     count: int = 1  # tensors of this kind
     is_embedding: bool = False  # the weight of an embedding, which a tied head shares
     is_hidden_matrix: bool = False  # the trained weight of a linear layer other than the head
+    is_projected: bool = False  # GaLore or APOLLO keeps states of a projection of its gradient
 
     @property
     def num_elements(self) -> int:
@@ -53,6 +55,8 @@ class OptimizerSpec:
     shared_bytes: int = 0  # tables that all quantized tensors of a rank share
     paged: bool = False  # states may leave the GPU for host memory, page by page
     step_copies: int = 0  # whole fp32 copies of what it updates, during the step
+    targets: str | tuple[str, ...] = ()  # modules whose weights are projected (`optim_target_modules`)
+    follows_weights: bool = False  # states have the dtype of the weights
     is_fp32_adamw: bool = False  # AdamW with fp32 states: the numerics contract (docs/concepts/numerics.md)
 
     def state_bytes(self, tensors: Iterable[UpdatedTensor]) -> int:
@@ -60,6 +64,16 @@ class OptimizerSpec:
         held = [(self.states(tensor), tensor.count) for tensor in tensors]
         quantized = any("uint8" in states for states, _ in held)
         return sum(sum(states.values()) * count for states, count in held) + self.shared_bytes * quantized
+
+    def projects(self, module: str) -> bool:
+        """Return True if the states of a linear layer are those of a projection, as transformers chooses layers.
+
+        (`check_target_module_exists`: a text is a pattern of the whole name, a list has parts of names and patterns.)
+        """
+        if isinstance(self.targets, str):
+            is_all = self.targets.replace("_", "-") == "all-linear"
+            return is_all or re.fullmatch(self.targets, module) is not None
+        return any(target in module or re.fullmatch(target, module) is not None for target in self.targets)
 
     def state_dtypes(self, tensors: Iterable[UpdatedTensor]) -> str | None:
         """Return the dtypes of the states of these tensors: `float32+uint8`; None without states."""
@@ -90,6 +104,25 @@ def _adafactor(tensor: UpdatedTensor) -> dict[str, int]:
     return {"float32": FP32_BYTES * (math.prod(outer) + math.prod(outer[:-1]) * columns)}
 
 
+def _projected(states: _States, *, rank: int, proj_type: str, limited: bool) -> _States:
+    """States of a projection of matrices, and the projection itself (galore-torch 1.0; apollo-torch 1.0.3).
+
+    `std` projects the shorter side. An SVD has no more vectors than that side, a random projection has `rank`.
+    """
+
+    def held(tensor: UpdatedTensor) -> dict[str, int]:
+        if not tensor.is_projected:
+            return states(replace(tensor, is_embedding=False))
+        rows, columns = tensor.shape
+        of_columns = {"std": rows >= columns, "reverse_std": rows < columns, "right": True, "left": False}[proj_type]
+        width = min(rank, rows, columns) if limited else rank
+        found = states(UpdatedTensor(shape=(rows, width) if of_columns else (width, columns)))
+        projection = width * (columns if of_columns else rows)
+        return found | {"float32": found.get("float32", 0) + FP32_BYTES * projection}
+
+    return held
+
+
 def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> OptimizerSpec:
     return OptimizerSpec(
         optim=optim,
@@ -115,7 +148,7 @@ def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
 
 
 def _torch(optim: str, class_name: str, states: _States) -> OptimizerSpec:
-    return OptimizerSpec(optim=optim, class_name=class_name, states=states)
+    return OptimizerSpec(optim=optim, class_name=class_name, states=states, follows_weights=True)
 
 
 _ADAMW = replace(_torch("adamw_torch_fused", "torch.AdamW", _fp32(2)), is_fp32_adamw=True)
@@ -128,7 +161,7 @@ _ALL = (
     _bitsandbytes("paged_adamw_32bit", "AdamW", 2, bits=32),
     _torchao("adamw_torch_8bit", bits=8),
     _torchao("adamw_torch_4bit", bits=4),
-    _torch("adafactor", "transformers.Adafactor", _adafactor),
+    OptimizerSpec(optim="adafactor", class_name="transformers.Adafactor", states=_adafactor),
     _bitsandbytes("lion_32bit", "Lion", 1, bits=32),
     _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
     _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
@@ -147,6 +180,15 @@ _ALL = (
     _torch("schedule_free_adamw", "schedulefree.AdamWScheduleFree", _fp32(2)),
     _torch("schedule_free_radam", "schedulefree.RAdamScheduleFree", _fp32(2)),
     _torch("schedule_free_sgd", "schedulefree.SGDScheduleFree", _fp32(1)),
+    _torch("galore_adamw", "galore_torch.AdamW", _fp32(2)),
+    OptimizerSpec(
+        optim="galore_adamw_8bit",
+        class_name="galore_torch.AdamW8bit",
+        states=_bitsandbytes_8bit(2),
+        shared_bytes=2 * FP32_BYTES * 256,
+    ),
+    OptimizerSpec(optim="galore_adafactor", class_name="galore_torch.Adafactor", states=_adafactor),
+    _torch("apollo_adamw", "apollo_torch.AdamW", _fp32(2)),
     _torch("rmsprop", "torch.RMSprop", _fp32(1)),
     _torch("sgd", "torch.SGD", _fp32(0)),  # and momentum, if it is set
 )
@@ -156,8 +198,8 @@ DEFAULT_OPTIMIZER = _ALL[0].optim
 # Beginning of a name in `--optim` -> why its states are not planned. Sources: galore-torch 1.0, apollo-torch 1.0.3,
 # schedulefree 1.4.1, grokadamw 0.1.2, and `trainer_optimizer.py` of transformers 5.23.
 NOT_PLANNED: Mapping[str, str] = {
-    "galore": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
-    "apollo": "its states follow a projection whose rank `--optim_args` sets for the modules of `optim_target_modules`",
+    "galore": "layerwise, it steps in the backward pass of one process, without accumulation",
+    "apollo": "layerwise, it steps in the backward pass of one process, without accumulation",
     "grokadamw": "it moves its three states to the host and back in each step",
     "lomo": "it updates each weight in the backward pass, without an optimizer step",
     "adalomo": "it updates each weight in the backward pass, without an optimizer step",
@@ -179,19 +221,40 @@ def why_not_planned(optim: str) -> str | None:
     return None if optim in OPTIMIZERS else next(found, None)
 
 
-def optimizer_spec(optim: str, optim_args: str | None = None) -> OptimizerSpec | None:
-    """Return what an optimizer keeps with these `--optim_args`; None for one that is not in `OPTIMIZERS`.
+def optimizer_spec(
+    optim: str, optim_args: str | None = None, targets: str | Iterable[str] | None = None
+) -> OptimizerSpec | None:
+    """Return what an optimizer keeps with these `--optim_args`; None for one that is not known.
+
+    `targets` are transformers' `optim_target_modules`.
 
     >>> optimizer_spec("sgd", "momentum=0.9").state_bytes([UpdatedTensor(shape=(10,))])
     40
     """
-    spec = OPTIMIZERS.get(optim)
+    spec, given = OPTIMIZERS.get(optim), parse_optimizer_arguments(optim_args)
+    if spec is not None and is_low_rank(optim):
+        return _low_rank(spec, given, targets)
     if spec is None or optim not in ("sgd", "rmsprop"):
         return spec
-    given = parse_optimizer_arguments(optim_args)
     has_momentum = float(given.get("momentum", 0)) != 0
     is_centered = optim == "rmsprop" and given.get("centered", "").lower() in ("true", "1", "yes")
     return replace(spec, states=_fp32((optim == "rmsprop") + has_momentum + is_centered))
+
+
+def is_low_rank(optim: str) -> bool:
+    """Return True for optimizers that keep states of a projection."""
+    return optim.startswith(("galore_", "apollo_"))
+
+
+def _low_rank(
+    spec: OptimizerSpec, given: Mapping[str, str], targets: str | Iterable[str] | None
+) -> OptimizerSpec | None:
+    proj_type, rank = given.get("proj_type", "std"), given.get("rank", "128")
+    if proj_type not in ("std", "reverse_std", "right", "left") or not rank.isdecimal() or int(rank) < 1:
+        return None
+    random = spec.optim.startswith("apollo") and given.get("proj", "random") == "random"
+    states = _projected(spec.states, rank=int(rank), proj_type=proj_type, limited=not random)
+    return replace(spec, states=states, targets=targets if isinstance(targets, str) else tuple(targets or ()))
 
 
 def same_states(one: str, other: str) -> bool:

@@ -124,6 +124,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found |= {"dataset": data[0], "column": tuple("=".join(each) for each in (job.column or {}).items())}
+    targets = planned.value("optim_target_modules")
+    found |= {"optim_args": job.optim_args, "optim_target_modules": [targets] if isinstance(targets, str) else targets}
     found |= {"dora": True} if planned.numerics.dora else {}
     described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}

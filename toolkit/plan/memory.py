@@ -141,7 +141,7 @@ def plan_engine_memory(
     targets, element, frozen_tower = job.lora_target_modules, engine.element_bytes, job.freeze_vision_tower
     special = job.numerics.dora, job.numerics.oft_block_size
     weights = job_weights(shape, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, *special)
-    states = model_states(engine, weights, job.optim)
+    states = model_states(engine, weights, job.optimizer)
     rank = Rank(
         shape=shape,
         engine=engine,

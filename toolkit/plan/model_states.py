@@ -8,9 +8,9 @@ from __future__ import annotations
 from toolkit.engines.engine import EngineSettings
 from toolkit.engines.planned import ModelStates
 from toolkit.models.job_weights import JobWeights
-from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 
 
-def model_states(engine: EngineSettings, weights: JobWeights, optim: str = DEFAULT_OPTIMIZER) -> ModelStates:
-    """Return the bytes that the engine's rank holds between steps."""
-    return engine.traits.model_states(engine, weights, OPTIMIZERS[optim])
+def model_states(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec | None = None) -> ModelStates:
+    """Return the bytes that the engine's rank holds between steps, with the default optimizer or another."""
+    return engine.traits.model_states(engine, weights, optimizer or OPTIMIZERS[DEFAULT_OPTIMIZER])

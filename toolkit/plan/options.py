@@ -47,6 +47,11 @@ class JobAndGpuOptions:
     optim: Annotated[
         str | None, Option(help=f"optimizer, as in the training arguments; default: {DEFAULT_OPTIMIZER}")
     ] = None
+    optim_args: Annotated[str | None, Option(help="arguments of the optimizer: momentum=0.9, or rank=128")] = None
+    optim_target_modules: Annotated[
+        list[str] | None,
+        Option(help="modules that GaLore or APOLLO projects: all-linear, a pattern, or parts of names"),
+    ] = None
     equal_lengths: Annotated[
         bool,
         Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),

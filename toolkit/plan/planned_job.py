@@ -26,7 +26,7 @@ from toolkit.models.attention import (
 )
 from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.models.lora import ALL_LINEAR, check_adapted_modules, check_lora_targets
-from toolkit.models.optimizers import DEFAULT_OPTIMIZER
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, is_low_rank, optimizer_spec
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.models.split import WORDS, part_of_rank, read_split
 from toolkit.models.vision_tower import check_image_tokens
@@ -96,6 +96,8 @@ class PlannedJob(Job):
             activation_checkpointing=job.uses_activation_checkpointing,
             use_liger_kernel=job.use_liger_kernel and not job.liger_kernel_config,  # a choice of them is not planned
             loss=loss if job.loss == "auto" else job.loss,
+            optim_args=job.optim_args,
+            other={"optim_target_modules": job.value("optim_target_modules")},
             numerics=Numerics(dora=bool((job.lora_config or {}).get("use_dora"))),
         )
 
@@ -105,6 +107,7 @@ class PlannedJob(Job):
         names = (
             *PLANNED_ARGUMENTS,
             "accumulate",
+            "optim_args",
             "activation_checkpointing",
             "use_liger_kernel",
             "loss",
@@ -119,6 +122,8 @@ class PlannedJob(Job):
             given.setdefault("activation_checkpointing", True)
         if getattr(options, "oft_block_size", None):
             given.setdefault("lora_r", 1)  # adapters beside frozen weights, without a rank
+        if targets := getattr(options, "optim_target_modules", None):
+            given["other"] = {"optim_target_modules": targets if len(targets) > 1 else targets[0]}
         method, lora = Method.from_options(options), given.get("lora_r") is not None
         numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
         if given.get("loss", "chunked") == "chunked":
@@ -156,6 +161,15 @@ class PlannedJob(Job):
             shards=numerics.sharded_4bit,
         )
         return None if base == QuantizedBase() else base
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """What the optimizer keeps. Raises ToolkitError for a projection that is not planned."""
+        spec = optimizer_spec(self.optim, self.optim_args, self.value("optim_target_modules"))
+        if spec is None:
+            message = f"--optim_args {self.optim_args} is not planned for --optim {self.optim}"
+            raise ToolkitError(message, hint="`--optim_args rank=128,proj_type=std`")
+        return spec
 
     @property
     def has_bucket_views(self) -> bool:
@@ -421,6 +435,9 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
     check_word("--loss", job.loss, LOSSES)
     if job.image_tokens or job.freeze_vision_tower:
         check_image_tokens(shape, job.image_tokens, job.tokens_per_row)
+    if job.optim in OPTIMIZERS and is_low_rank(job.optim) and not job.value("optim_target_modules"):
+        message = f"--optim {job.optim} projects the modules of optim_target_modules, and there are none"
+        raise ToolkitError(message, hint="`--optim-target-modules all-linear`")
     check_numerics(job.numerics, lora=is_lora, in_4bit=job.load_in_4bit)
     if job.accumulate is not None:
         check_word("--accumulate", job.accumulate, ACCUMULATE)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
-from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor
+from toolkit.models.optimizers import UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
@@ -203,7 +203,7 @@ def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0
     tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
-    states = OPTIMIZERS[setup.job.optim].state_bytes(tensors) / max(setup.weights.num_trained, 1)
+    states = setup.job.optimizer.state_bytes(tensors) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
 

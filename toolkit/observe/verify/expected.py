@@ -148,7 +148,9 @@ def known_optimizer(run: ExpectedRun, trainer: Any) -> OptimizerSpec | None:
     """Return what the optimizer keeps; None if that is not known."""
     if not run.own_optimizer:
         args = trainer.args
-        return optimizer_spec(str(getattr(args.optim, "value", args.optim)), args.optim_args)
+        return optimizer_spec(
+            str(getattr(args.optim, "value", args.optim)), args.optim_args, getattr(args, "optim_target_modules", None)
+        )
     optimizer = innermost_optimizer(trainer.optimizer)
     name = optimizer_class(optimizer)
     optim = next((s.optim for s in OPTIMIZERS.values() if s.class_name == name and name.startswith("torch.")), name)
@@ -180,8 +182,15 @@ def updated_tensors(trainer: Any) -> list[UpdatedTensor]:
         return [UpdatedTensor(shape=(master.numel(),)) for master in flat]
     embeddings = {id(m.weight) for m in wrapped.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = hidden_matrices(trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False))
+    groups = innermost_optimizer(trainer.optimizer).param_groups
+    projected = {id(p) for group in groups if "rank" in group for p in group["params"]}
     return [
-        UpdatedTensor(shape=tuple(local(p).shape), is_embedding=id(p) in embeddings, is_hidden_matrix=id(p) in matrices)
+        UpdatedTensor(
+            shape=tuple(local(p).shape),
+            is_embedding=id(p) in embeddings,
+            is_hidden_matrix=id(p) in matrices,
+            is_projected=id(p) in projected,
+        )
         for p in wrapped.parameters()
         if p.requires_grad
     ]
