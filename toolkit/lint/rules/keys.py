@@ -280,7 +280,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         source = doc.reader_source if doc.call is None else ""
         has_parser = re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
-        drops = bool(DROPS_UNKNOWN.search(source)) and not has_parser or bool(DROPS_EXTRA.search(source))
+        drops = (bool(DROPS_UNKNOWN.search(source)) and not has_parser) or bool(DROPS_EXTRA.search(source))
         may_drop = is_declared or drops or doc.is_read_in_parts
         may_be_its = may_drop or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
