@@ -97,7 +97,7 @@ class PlannedJob(Job):
             use_liger_kernel=job.use_liger_kernel and not job.liger_kernel_config,  # a choice of them is not planned
             loss=loss if job.loss == "auto" else job.loss,
             optim_args=job.optim_args,
-            other={"optim_target_modules": job.value("optim_target_modules")},
+            other={name: value for name, value in job.other.items() if name == "optim_target_modules"},
             numerics=Numerics(dora=bool((job.lora_config or {}).get("use_dora"))),
         )
 
