@@ -117,7 +117,7 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
         notes=(
-            "`use_galore`, `use_apollo` and `use_badam` are not planned: their states are a fraction of AdamW's 8 bytes",
+            "`use_galore`, `use_apollo`, `use_badam` are not planned: their states are a fraction of AdamW's 8 bytes",
             "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
         ),
         any_attention=True,
