@@ -58,7 +58,7 @@ def test_findings_as_json_and_the_exit_code(lint: Lint, tmp_path: Path) -> None:
 def test_a_broken_file_in_a_folder_gives_exit_code_2_and_the_other_findings(lint: Lint, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
-    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "broken.yaml").write_text("distributed_type: [")
     (tmp_path / "rows.json").write_text('[{"text": "data, not a configuration"}]')
     code, out, err = lint(".")
     assert code == 2

@@ -328,7 +328,7 @@ def test_equal_lengths_need_no_mask() -> None:
         ({"lora_r": 9000}, "--lora-r is 9000, expected at most the hidden size 4096"),
         ({"load_in_4bit": True}, "--load-in-4bit needs --lora-r"),
         ({"loss": "fast"}, "--loss is 'fast', expected chunked, full, fused, chunked_output, cut, upcast or bf16"),
-        ({"optim": "galore_adamw"}, "--optim galore_adamw is not planned"),
+        ({"optim": "galore_adamw_layerwise"}, "--optim galore_adamw_layerwise is not planned"),
         ({"optim": "schedule_free"}, "schedule_free_adamw"),
     ],
 )
@@ -356,7 +356,7 @@ def arguments(**more: Any) -> Job:
 @pytest.mark.parametrize(
     ("gpus", "preset", "optim", "said"),
     [
-        ([H100], "zero2", "galore_adamw", "modules of `optim_target_modules`"),
+        ([H100], "zero2", "galore_adamw", "projects the modules of optim_target_modules, and there are none"),
         ([H100, "A100"], "zero2", "sgd", "not planned: the GPUs of this node are A100, NVIDIA H100 80GB HBM3"),
         ([], "zero2", "sgd", "not planned: the GPUs of this node are not known to nvidia-smi"),
         ([H100, H100], "ddp", "adamw_torch_fused", "): does not fit"),

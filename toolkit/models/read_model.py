@@ -295,7 +295,8 @@ def made_from(name: str) -> str | None:
     >>> made_from("TheBloke/Qwen2.5-7B-Instruct-AWQ"), made_from("llama3.3:70b"), made_from("Qwen2-VL-7")
     ('Qwen/Qwen2.5-7B', 'meta-llama/Llama-3.3-70B-Instruct', None)
     """
-    squeezed = {_squeezed(short): known for (_, short), known in _twins().items()}
+    longest_first = sorted(_twins().items(), key=lambda each: -len(each[0][1]))
+    squeezed = {_squeezed(short): known for (_, short), known in longest_first}
     return squeezed.get(_squeezed(name.lower().rpartition("/")[2]))
 
 

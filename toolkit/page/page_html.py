@@ -18,7 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.paths import cache_folder
 from toolkit.hardware.gpu_table import GPUS, Gpu, find_gpu
-from toolkit.models.optimizers import OPTIMIZERS
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import bundled_models, read_model
 from toolkit.plan.methods import METHODS
 from toolkit.plan.options import PlanOptions
@@ -61,7 +61,7 @@ def page_html(*, served: bool = False, sizes: Mapping[str, int] | None = None, c
         generating=[name for name, spec in METHODS.items() if spec.num_generations],  # no tokens are counted for them
         optimizers=list(OPTIMIZERS),
         losses=LOSSES,
-        defaults=PlanOptions(),
+        defaults=replace(PlanOptions(), optim=DEFAULT_OPTIMIZER),
         sizes=json.dumps(dict(sizes or {})),
         commit=commit,
         docs=docs,

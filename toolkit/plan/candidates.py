@@ -146,7 +146,7 @@ class Candidate:
         planned, possible, memory = map(tenths_of_gib, sizes)
         more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
         wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
-        depends = self.memory.possible_peak_bytes <= sizes[2]
+        depends = self.memory.possible_peak_bytes <= sizes[2] < self.memory.other[0]
         reason = self.memory.other_text if wide and depends else f"margin: {self.memory.margin.reason}"
         why = f" ({reason})" if wide and not self.host_refusal else ""
         return f"{planned} GiB{more} of {memory}{why}"
