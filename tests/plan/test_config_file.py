@@ -106,6 +106,13 @@ def test_oft_of_a_file_is_planned_in_its_blocks(tmp_path: Path) -> None:
     assert options.lora_target_modules == ("q_proj", "v_proj")
 
 
+@pytest.mark.parametrize("size", ["many", 1, 16.5])
+def test_blocks_of_no_size_are_refused_by_name(tmp_path: Path, size: object) -> None:
+    (tmp_path / "l.yaml").write_text(f"{LLAMA_FACTORY.replace(': lora', ': oft')}oft_block_size: {size}\n")
+    with pytest.raises(ToolkitError, match=f"oft_block_size is '?{size}'?, expected a whole number of 2 or more"):
+        configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=())
+
+
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 ROWS = "--model_name_or_path MODEL --per_device_train_batch_size 2"
 SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"

@@ -198,6 +198,15 @@ def _as_lora(program: str, values: dict[str, Any]) -> dict[str, Any]:
     return kept | {"finetuning_type": "lora", "lora_rank": 1, "lora_target": values.get("oft_target", "all")}
 
 
+def _block_size(value: Any) -> int:
+    if not str(value).isdecimal() or int(value) < 2:
+        raise ToolkitError(
+            f"oft_block_size is {shown(value)}, expected a whole number of 2 or more",
+            hint="`oft_block_size: 32` is its default",
+        )
+    return int(value)
+
+
 def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: Collection[str]) -> _Source:
     """The settings of ms-swift in our words (convert/tables/plan.yaml); `tuner_type` and others have its defaults.
 
@@ -389,7 +398,7 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
         found["experts_in_4bit"] = is_true(source.values.get("quantize_moe_experts") or False)
     # Its defaults (hparams/finetuning_args.py).
     if source.program == "llama-factory" and source.values.get("finetuning_type") == "oft" and job.lora_r == 1:
-        found["oft_block_size"] = int(source.values.get("oft_block_size") or 32)
+        found["oft_block_size"] = _block_size(source.values.get("oft_block_size") or 32)
     if source.program == "llama-factory" and source.values.keys() & load_dialect(source.program).refused:
         found["freeze_vision_tower"] = is_true(source.values.get("freeze_vision_tower", True))
     is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
