@@ -31,7 +31,7 @@ from toolkit.lint.document import (
     with_named_files,
 )
 from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
-from toolkit.lint.named_files import forget_projects, has_own_loop, pinned_below
+from toolkit.lint.named_files import forget_projects, has_own_loop
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
@@ -148,7 +148,7 @@ def lint_document(document: Document) -> list[Finding]:
             line=match.line if match.line is not None else place.line(match.key),
             level=_level(document, rule, match),
             rule=rule.name,
-            message=match.message + (f"; the project asks for {pin}" if (pin := _older(document, rule)) else ""),
+            message=_message(document, rule, match),
             fix=match.fix,
             checked_against=rule.checked_against,
             documentation=documentation_address("reference/lint.md", rule.name),
@@ -172,16 +172,15 @@ def _is_known(document: Document, rule: LintRule) -> bool:
     return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
 
 
-def _older(document: Document, rule: LintRule) -> str | None:
-    """Return what a project asks for where its version of the library does not have what the rule is about."""
-    folder = Path(document.path).absolute().parent
-    return pinned_below(folder, rule.library, rule.removed_in) if rule.removed_in else None
+def _message(document: Document, rule: LintRule, match: Match) -> str:
+    pin = document.pinned_below(rule.library, rule.removed_in)
+    return f"{match.message}; the project asks for {pin}" if pin else match.message
 
 
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads a file, and at which version, decides whether an error is one."""
     level = match.level or rule.level
-    if document.is_guessed or _older(document, rule):
+    if document.is_guessed or document.pinned_below(rule.library, rule.removed_in):
         return NOTE
     if document.kind == TRAINER and document.call is None and has_own_loop(document.path):
         return NOTE  # its settings are those of the loop
@@ -214,7 +213,7 @@ def fixed_text(path: Path) -> str:
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
         certain = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
-        matches = [match for rule, match in certain if not _older(document, rule)]
+        matches = [match for rule, match in certain if not document.pinned_below(rule.library, rule.removed_in)]
         changed = apply_fixes(document, matches)
         if changed == document.text:
             break

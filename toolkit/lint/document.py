@@ -40,6 +40,7 @@ from toolkit.lint.named_files import (
     declares,
     find_named,
     imported_source,
+    pinned_below,
     project_source,
     reader_in,
     source_of,
@@ -164,6 +165,10 @@ class Document:
         """Return True for a setting that the script, or the project, reads by this name."""
         pattern = rf"{READS}|\.NAME\b" if "_" in name else READS  # a name of several words is hardly another thing's
         return re.search(pattern.replace("NAME", re.escape(name)), self.reader_source) is not None
+
+    def pinned_below(self, library: str, version: str | None) -> str | None:
+        """Return what the project asks for where that is a library from before a version; None without a version."""
+        return pinned_below(Path(self.path).absolute().parent, library, version) if version else None
 
     @property
     def is_guessed(self) -> bool:

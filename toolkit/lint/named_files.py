@@ -78,6 +78,11 @@ def _around(folder: Path) -> list[Path]:
 
 
 @functools.lru_cache(maxsize=256)
+def _requirements(folder: Path) -> str:
+    return _texts([file for pattern in _REQUIREMENTS for file in sorted(folder.glob(pattern))])
+
+
+@functools.lru_cache(maxsize=256)
 def pinned_below(folder: Path, library: str, version: str) -> str | None:
     """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
 
@@ -85,8 +90,7 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
     """
     limit = (*version_numbers(version), 0, 0)[:3]
     for place in _around(folder):
-        source = _texts([file for pattern in _REQUIREMENTS for file in sorted(place.glob(pattern))])
-        for found in re.finditer(rf"(?<![\w./-]){library}{_SPECIFIER}", source, re.IGNORECASE):
+        for found in re.finditer(rf"(?<![\w./-]){library}{_SPECIFIER}", _requirements(place), re.IGNORECASE):
             bounds = _BOUND.findall(found[1].replace(" ", ""))
             for sign, number in bounds or ([("==", "0")] if found[1].isalnum() else []):
                 bound = (*version_numbers(number), 0, 0)[:3]
@@ -99,7 +103,7 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    for each in (project_files, project_source, has_own_loop, pinned_below):
+    for each in (project_files, project_source, has_own_loop, _requirements, pinned_below):
         each.cache_clear()
 
 

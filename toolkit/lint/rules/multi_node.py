@@ -196,15 +196,13 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
         is_asked_for = bool(call.options.keys() & flags)
         file = accelerate_file(doc, call)
         if file is not None and is_deepspeed(file) and not call.options.keys() & {"use-fsdp", "multi-gpu"}:
-            how = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
-            is_asked_for |= how == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile")
+            of_file = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
+            is_asked_for |= of_file == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile")
         how = (call.options.get("deepspeed-multinode-launcher") or "pdsh").lower()
         if is_asked_for and how != "standard":
             level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
-            message, fix = (
-                f"{how} starts DeepSpeed",
-                "torchrun on each node, or `--deepspeed_multinode_launcher standard`",
-            )
+            message = f"{how} starts DeepSpeed"
+            fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
             if how in ("openmpi", "mvapich", "mpich"):
                 message, level = f"accelerate passes --num_gpus, or a filter, which DeepSpeed refuses for {how}", ERROR
             yield Match("--deepspeed_multinode_launcher", message, fix, line=call.line, level=level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
@@ -11,7 +10,6 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS
-from toolkit.lint.named_files import pinned_below
 from toolkit.lint.rules.settings import shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
@@ -68,9 +66,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 def _older(doc: Document, schema: ProgramSchema) -> str | None:
     """Return what the project asks for where that is an older version of a program."""
-    folder = Path(doc.path).absolute().parent
-    by_transformers = pinned_below(folder, "transformers", "4.56.2") if schema.distribution == "trl" else None
-    return pinned_below(folder, schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
+    by_transformers = doc.pinned_below("transformers", "4.56.2") if schema.distribution == "trl" else None
+    return doc.pinned_below(schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
