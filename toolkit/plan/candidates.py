@@ -146,8 +146,9 @@ class Candidate:
         planned, possible, memory = map(tenths_of_gib, sizes)
         more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
         wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
-        depends = self.memory.possible_peak_bytes <= sizes[2] < self.memory.other[0]
-        reason = self.memory.other_text if wide and depends else f"margin: {self.memory.margin.reason}"
+        reason, other = f"margin: {self.memory.margin.reason}", self.memory.other
+        if other is not None and self.memory.possible_peak_bytes <= sizes[2] < other.possible_peak_bytes:
+            reason = other.text
         why = f" ({reason})" if wide and not self.host_refusal else ""
         return f"{planned} GiB{more} of {memory}{why}"
 
@@ -200,7 +201,7 @@ class Candidate:
             "verdict": self.verdict,
             "planned_peak_bytes": memory.planned_peak_bytes,
             "possible_peak_bytes": memory.possible_peak_bytes,
-            "depends_on": memory.other[1] if self.verdict == TOO_CLOSE and memory.other[0] else None,
+            "depends_on": memory.other.option if memory.other and self.verdict == TOO_CLOSE else None,
             "headroom_bytes": self.request.gpu.memory_bytes - memory.planned_peak_bytes,
             "host_bytes": memory.host.peak_bytes,
             "disk_bytes": memory.host.disk_bytes,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from toolkit.engines.engine import EngineSettings
 from toolkit.engines.planned import ModelStates
-from toolkit.models.job_weights import job_weights
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
@@ -68,6 +68,21 @@ class Margin:
 DEFAULT_MARGIN = Margin(of_rest=UNCERTAINTY)
 
 
+class OtherReading(NamedTuple):
+    """The most that is possible where an option that is not given has another value, and the option that excludes it.
+
+    >>> OtherReading(2**30, "--optim adamw_torch_fused").text
+    'up to 1.0 unless `--optim adamw_torch_fused`'
+    """
+
+    possible_peak_bytes: int
+    option: str
+
+    @property
+    def text(self) -> str:
+        return f"up to {tenths_of_gib(self.possible_peak_bytes)} unless `{self.option}`"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
     """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
@@ -80,8 +95,8 @@ class MemoryPlan:
     """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
     host: HostMemory
     margin: Margin
-    other: tuple[int, str] = (0, "")
-    """The most that is possible in another reading of the job's options, and the option that would rule it out."""
+    other: OtherReading | None = None
+    """The reading of the job's options with most memory; None where all that decide are given."""
 
     @property
     def peak(self) -> PhaseMemory:
@@ -105,11 +120,6 @@ class MemoryPlan:
     def possible_peak_bytes(self) -> int:
         """Upper end of the range: the planned peak, and the margin by which it may be higher."""
         return self.planned_peak_bytes + self.margin.of(self.planned_peak_bytes, self.peak.state_bytes)
-
-    @property
-    def other_text(self) -> str:
-        """What the most that is possible would be in the other reading, for people."""
-        return f"up to {tenths_of_gib(self.other[0])} unless `{self.other[1]}`"
 
 
 def plan_memory(
@@ -137,10 +147,7 @@ def plan_engine_memory(
     shape = part_of_rank(job.method.model(shape), engine.layout)
     if job.attn_implementation == "eager" and shape.activations_from == "formulas":
         shape = with_eager_attention(shape)
-    base = job.quantized_base
-    targets, element, frozen_tower = job.lora_target_modules, engine.element_bytes, job.freeze_vision_tower
-    special = job.numerics.dora, job.numerics.oft_block_size
-    weights = job_weights(shape, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, *special)
+    weights = job.weights(shape, element_bytes=engine.element_bytes)
     states = model_states(engine, weights, job.optimizer)
     rank = Rank(
         shape=shape,
@@ -155,7 +162,7 @@ def plan_engine_memory(
     phases = peaks(rank)
     in_step = next(phase.allocated_bytes for phase in phases if phase.phase == "step")
     readings = [
-        (plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
+        OtherReading(plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
         for option, other in job.other_readings()
     ]
     return MemoryPlan(
@@ -172,7 +179,7 @@ def plan_engine_memory(
         driver_bytes=driver_bytes(engine),
         host=host_memory(engine, weights, states, job),
         margin=_margin(engine, shape, job),
-        other=max(readings, default=(0, "")),
+        other=max(readings, default=None),
     )
 
 
@@ -227,7 +234,8 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         margin=plan.margin,
         least_peak_bytes=plan.least_peak_bytes,
     )
-    return TOO_CLOSE if verdict == FITS and plan.other[0] > memory_bytes else verdict
+    may_need_more = plan.other is not None and plan.other.possible_peak_bytes > memory_bytes
+    return TOO_CLOSE if verdict == FITS and may_need_more else verdict
 
 
 @lru_cache(maxsize=64)

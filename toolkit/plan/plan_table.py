@@ -139,10 +139,9 @@ def summary(answer: PlanAnswer) -> str:
 
 def settings_that_fit(plan: Plan) -> list[str]:
     """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
-    job = plan.job
-    said = dict(job.other_readings()).keys()
-    changes: dict[str, dict[str, Any]] = {
-        **{f"`{option}`": {"not_given": ()} for option in said if option == plan.memory.other[1]},
+    job, other = plan.job, plan.memory.other
+    changes: dict[str, dict[str, Any]] = {f"`{other.option}`": {"not_given": ()}} if other else {}
+    changes |= {
         "`--activation-checkpointing`": {} if job.activation_checkpointing else {"activation_checkpointing": True},
         "`--loss chunked`": {"loss": "chunked"} if job.loss in ("full", "upcast") else {},
         "`--expandable-segments`": {"numerics": replace(job.numerics, expandable_segments=True)},

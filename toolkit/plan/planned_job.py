@@ -237,6 +237,20 @@ class PlannedJob(Job):
         """The job as the compatibility rules see it: losses have names of their own in the planner."""
         return replace(self, loss="auto", use_liger_kernel=self.use_liger_kernel or self.loss == "fused")
 
+    def weights(self, shape: ModelShape, *, element_bytes: int = 2) -> JobWeights:
+        """Return the tensors that this job trains and freezes of a model; untrained ones take `element_bytes` each."""
+        return job_weights(
+            shape,
+            self.lora_r,
+            self.load_in_4bit,
+            self.lora_target_modules,
+            element_bytes,
+            self.quantized_base,
+            self.freeze_vision_tower,
+            self.numerics.dora,
+            self.numerics.oft_block_size,
+        )
+
     def limits_on(self, shape: ModelShape) -> ModelLimits:
         """Return how far this model can be split, and for what of the job there are no figures then."""
         if not self.degrees:
@@ -404,11 +418,7 @@ class TrainingSetup:
     @cached_property
     def weights(self) -> JobWeights:
         """The tensors of that part, trained and frozen."""
-        job = self.job
-        element, base = self.engine.element_bytes, job.quantized_base
-        targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
-        special = job.numerics.dora, job.numerics.oft_block_size
-        return job_weights(self.part, job.lora_r, job.load_in_4bit, targets, element, base, frozen_tower, *special)
+        return self.job.weights(self.part, element_bytes=self.engine.element_bytes)
 
     @property
     def trained(self) -> tuple[Layer, ...]:

@@ -17,7 +17,6 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GPUS, Gpu, chosen_gpu, find_gpu, shared_gpu
 from toolkit.hardware.gpus import count_gpus, gpu_names, visible_world_size
 from toolkit.job.job import Job
-from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import model_and_gpu, read_model
 from toolkit.plan.candidates import (
     LARGEST_WORLD_SIZE,
@@ -334,9 +333,7 @@ def plan_of(request: PlanRequest, preset: PresetSpec, world_size: int, smallest:
     on_gpus, shape = _on_gpus(request, preset, world_size), request.shape
     candidate = best_candidate(on_gpus, preset) if request.finds_batch else candidate_of(on_gpus, preset, on_gpus.job)
     job = candidate.job
-    targets, frozen_tower = job.lora_target_modules, job.freeze_vision_tower
-    special = job.numerics.dora, job.numerics.oft_block_size
-    trained = job_weights(shape, job.lora_r, job.load_in_4bit, targets, 2, None, frozen_tower, *special).num_trained
+    trained = job.weights(shape).num_trained
     collectives = step_collectives(candidate.setup)
     return Plan(
         request=candidate.request,
