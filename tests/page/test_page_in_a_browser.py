@@ -181,7 +181,7 @@ def test_the_footer_says_what_plans_were_compared_with(page: Page) -> None:
 @pytest.mark.nightly
 def test_the_table_of_known_models_is_there_once_it_is_scrolled_to(page: Page) -> None:
     page.locator("#known-heading").scroll_into_view_if_needed()
-    page.wait_for_selector("table.known", timeout=300_000)  # planned once, for 225 models
+    page.wait_for_selector("table.known", timeout=300_000)  # planned once, for all of them
     assert page.locator("table.known tbody tr").count() == len(bundled_models())
 
 
