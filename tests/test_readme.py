@@ -24,13 +24,13 @@ from pathlib import Path
 import pytest
 
 sys.path += [str(Path(__file__).with_name(name)) for name in ("support", "warm_starts")]  # run as a program
+from command_line import parsed
 from launching import ROOT, cpu_environment, nightly, run_bash
 from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
 from test_examples import examples_table
 from test_fits_table import fits_table
 
-from toolkit.cli.program import program
 from toolkit.job.argument_reading import read_arguments, read_config_file
 from toolkit.presets import preset_names
 from toolkit.record.folder import read_json
@@ -178,10 +178,7 @@ def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyP
     assert {words[1] for _, words in commands} >= {"train", "compare", "rehearse", "report"}
     for page, (_, name, *words) in commands:
         options, _, training = f" {shlex.join(words)}".partition(" -- ")
-        command, given = program().commands[name], shlex.split(options)
-        while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
-            command = command.commands[given.pop(0)]
-        context = command.make_context(name, given)
+        context = parsed([name, *shlex.split(options)])
         presets = context.params.get("preset") or []
         named = {name for name in ([presets] if isinstance(presets, str) else presets) if not name.endswith(".yaml")}
         assert named - {"auto"} <= set(preset_names())

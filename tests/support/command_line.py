@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import click
 import pytest
 
-from toolkit.cli.program import main
+from toolkit.cli.program import main, program
 
 
 def exit_code(*words: object) -> int:
@@ -21,6 +22,20 @@ def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tup
     code = exit_code(*words)
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def parsed(words: Sequence[str]) -> click.Context:
+    """Return the options of a command of `toolkit`, as it reads them; it is not run.
+
+    The parent belongs to it: a command keeps the help option of its first context, which has `-h` from there.
+    """
+    command, (name, *rest) = program(), words
+    parent = click.Context(command, info_name="toolkit", **command.context_settings)
+    command = command.commands[name]
+    while hasattr(command, "commands"):  # `toolkit preset show`: a command of commands
+        name, *rest = rest
+        command = command.commands[name]
+    return command.make_context(name, rest, parent=parent)
 
 
 def json_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import click
+from command_line import parsed
 
-from toolkit.cli.program import program
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import Plan, make_plans, plan_request
 
 
 def planned_command(command: str) -> Plan:
     """Return the first plan of the words that follow `toolkit plan`."""
-    words = click.Context(program())
-    context = program().commands["plan"].make_context("plan", command.split(), parent=words)
+    context = parsed(["plan", *command.split()])
     names = {name: value for name, value in context.params.items() if name in PlanOptions.__dataclass_fields__}
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in names.items()}
     model = next(value for name, value in context.params.items() if name.lower() == "model")
