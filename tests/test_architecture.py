@@ -129,7 +129,7 @@ ENGINE_WORDS = {"none", "ddp", "deepspeed", "fsdp2", "pipeline", "shard_optimize
 ENGINE_WORDS |= {"hybrid_shard", "replicate"}
 # Limits that only fall. What ranks read back, which another process wrote, is compared by its words.
 BRANCHES = {"observe": 5, "plan": 10, "checkpoint": 1}
-NAMES_DEEPSPEED = 19  # files: keys of configurations, what users read, and the plan
+NAMES_DEEPSPEED = 15  # files: keys of configurations, what users read, and the plan
 
 
 def branches_on_engines(tree: ast.AST) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.lint.check import LintResult, lint_paths
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, LINTED_SUFFIXES, load_document
+from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, load_document
 from toolkit.lint.findings import Finding
 from toolkit.plan.config_file import configured_plan
 from toolkit.plan.options import PlanOptions
@@ -155,7 +155,7 @@ def _key(finding: Finding) -> tuple[str, str, str, str]:
 def _plans(file: Path, options: PlanOptions) -> tuple[dict[tuple[str, int], PlanRow], str]:
     """The plans of a job's file by preset and number of GPUs; or why there is none."""
     try:
-        if load_document(file).kind in (ACCELERATE, DEEPSPEED):  # how to train, and not what
+        if load_document(file).kind in ENGINE_FILES:  # how to train, and not what
             return {}, ""
         model, configured, _ = configured_plan(file, None, options, given=("gpu", "num_processes"))
         rows = [plan.as_row() for plan in make_plans(plan_request(model, configured))]
@@ -194,5 +194,5 @@ def markdown(found: Sequence[FileChange]) -> str:
         if change.gone:
             lines.append(f"  - {len(change.gone)} finding{'s' * (len(change.gone) > 1)} gone")
     if len(lines) == 2:
-        lines.append("No configuration of accelerate, DeepSpeed, a Trainer or a launcher was changed.")
+        lines.append("No training configuration and no launcher was changed.")
     return "\n".join(lines) + "\n"

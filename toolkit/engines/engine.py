@@ -47,7 +47,8 @@ class Engine:
     dimensions: tuple[str, ...] = ()
     """Dimensions of parallelism that a preset's file may list."""
     max_world_size: int | None = None
-    reads_deepspeed_settings = False
+    has_settings_file = False
+    """True if accelerate's YAML names a JSON with the engine's settings."""
     needs_launcher = True
     """False where a plain `python` starts it."""
     launcher_options: tuple[str, ...] = ()
@@ -78,6 +79,9 @@ class Engine:
     """Share of what a full fine-tune allocates in the step that is reserved beside it."""
     offloaded_optimizer: str | None = None
     """The class, with its library, that replaces any optimizer which is offloaded."""
+    host_adam_seconds = (0.22, 0.57, 1.5)
+    """Of AdamW on the host, per 1e9 parameters on all cores of a node: at best, estimated, at worst. Source: table 4 of
+    the ZeRO-Offload paper, 1.4 to 1.5 for torch's on two sockets (https://arxiv.org/abs/2101.06840)."""
     no_offloaded_optimizer: str | None = None
     """Why only AdamW can be offloaded."""
     needs_for_kernels: tuple[str, ...] = ()

@@ -49,6 +49,7 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
 ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL = "accelerate", "deepspeed", "trainer", "axolotl"
+ENGINE_FILES = (ACCELERATE, DEEPSPEED)
 VERL, OPENRLHF = "verl", "openrlhf"  # the words behind their modules
 OWN_KINDS = {VERL: r"verl main_ppo$", OPENRLHF: r"openrlhf(?:\.cli\.| )train_"}
 SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"

@@ -57,7 +57,7 @@ def engine_settings(
         offload_param=preset.offload_param,
         layout=layout,
         sharded_at_load=preset.sharded_at_load,
-        **(_zero_settings(preset, hidden_size, library_buckets) if preset.traits.reads_deepspeed_settings else {}),
+        **(_zero_settings(preset, hidden_size, library_buckets) if preset.traits.has_settings_file else {}),
     )
 
 

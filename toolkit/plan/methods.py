@@ -234,7 +234,7 @@ def check_generations(method: Method, completions: int) -> None:
 
 def not_planned(method: Method, preset: PresetSpec) -> Reason | None:
     """Return why a preset is not planned for a method; None where it is."""
-    if method.method == SFT or (preset.engine in ("none", "ddp", "deepspeed", "fsdp2") and not preset.parallel):
+    if method.method == SFT or not preset.parallel:
         return None
     why = f"is planned for --method {SFT} only: {method.method} has not been traced where ranks share rows or layers"
     return Reason(rule="method", why=why, message=f"preset {preset.name!r} {why}", hint="`--preset zero3`")

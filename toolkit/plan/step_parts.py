@@ -51,9 +51,6 @@ ZERO_3_SECONDS = 0.6e-3
 
 # An optimizer reads parameter and gradient and writes the parameter, in fp32; it reads and writes each of its states.
 UPDATE_BYTES, STATE_ACCESSES = 12, 2
-# AdamW on the host, seconds per 1e9 parameters on all cores of a node: ZeRO-Offload paper, table 4 (DeepSpeed's CPU
-# Adam 0.22 to 0.26, torch's 1.4 to 1.5, two sockets, https://arxiv.org/abs/2101.06840).
-HOST_ADAM_SECONDS: dict[str, Estimate] = {"deepspeed": (0.22, 0.24, 0.52), "fsdp2": (0.22, 0.57, 1.5)}
 PCIE_SHARE: Estimate = (0.87, 0.6, 0.4)  # 55 of 63 GB/s measured with pinned memory; two GPUs may share a switch
 # Of a node with one disk, or several; `--nvme-gb-per-second`.
 DISK_BYTES_PER_SECOND: Estimate = (25 * GIGA, 5 * GIGA, 1 * GIGA)
@@ -231,7 +228,7 @@ def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int 
     on_disk *= gpus
     disk = DISK_BYTES_PER_SECOND if nvme is None else (float(nvme), 0.75 * nvme, 0.5 * nvme)
     updated = trained * gpus / 1e9 if preset.offload_optimizer is not None else 0.0
-    adam = [each * updated for each in HOST_ADAM_SECONDS["fsdp2" if preset.traits.gathers_layers else "deepspeed"]]
+    adam = [each * updated for each in preset.traits.host_adam_seconds]
     best = max(on_host / (pcie * PCIE_SHARE[0]), on_disk / disk[0], adam[0])
     estimate, worst = (on_host / (pcie * PCIE_SHARE[end]) + on_disk / disk[end] + adam[end] for end in (1, 2))
     return best, estimate, worst

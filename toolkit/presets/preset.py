@@ -117,7 +117,7 @@ def read_preset(path: Path) -> Preset:
     check_keys_and_values(config, ACCELERATE_BLOCKS, path)
     engine, parallel = _engine(config, path)
     first = read_text(path).split("\n", 1)[0]
-    settings, json_path, text = _read_settings(config, path) if engine.reads_deepspeed_settings else (None, None, None)
+    settings, json_path, text = _read_settings(config, path) if engine.has_settings_file else (None, None, None)
     fields = engine.preset_fields(config, settings or {}, parallel)
     if parallel:
         fields |= {"min_world_size": _smallest_layout(parallel), "world_size_multiple": 1}
