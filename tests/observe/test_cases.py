@@ -153,7 +153,7 @@ def little_work_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detection, "PROGRESS_CPU_SECONDS", 0.02)
 
 
-def computes(folder: Path, file: str) -> bool:
+def computes(folder: Path, file: str, code: str = "while len(answers) < 5: pass") -> bool:
     """Return whether a watchdog sees a main thread compute, which runs code of a file; on a busy node not at once."""
     watchdog, answers = Watchdog(Progress(phase="step"), ranks=folder, rank=0), list[bool]()
 
@@ -164,7 +164,7 @@ def computes(folder: Path, file: str) -> bool:
 
     looking = Thread(target=look)
     looking.start()
-    exec(compile("while len(answers) < 5: pass", file, "exec"))
+    exec(compile(code, file, "exec"))
     looking.join()
     return any(answers[1:])
 
@@ -174,10 +174,10 @@ def test_a_callback_that_computes_makes_progress_and_a_collective_does_not(tmp_p
     assert not computes(tmp_path, "site-packages/torch/distributed/distributed_c10d.py")
 
 
-@pytest.mark.nightly  # the place depends on when the thread is seen, on a busy node
+@pytest.mark.nightly  # 3 s, in which a call that releases the interpreter takes processor time at one place
 def test_waiting_for_a_gpu_at_one_place_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not computes(tmp_path, "trainer.py")
+    assert not computes(tmp_path, "trainer.py", "__import__('hashlib').pbkdf2_hmac('sha256', b'-', b'-', 8_000_000)")
 
 
 def test_a_compiler_makes_progress_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
