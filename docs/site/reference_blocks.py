@@ -197,8 +197,14 @@ def lint_rules() -> str:
 
 def _lint_rule(rule: LintRule) -> str:
     since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    phrase = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", rule.description))[0].rstrip(".")
-    return f"### {rule.name}\n\n*{rule.level}*{since}. {phrase}."
+    return f"### {rule.name}\n\n*{rule.level}*{since}. {_claim(rule.description)}."
+
+
+def _claim(description: str) -> str:
+    """Return the first clause of a rule's text: what is wrong, without brackets and what follows from it."""
+    outside_code = r"(?=(?:[^`]*`[^`]*`)*[^`]*$)"
+    sentence = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", description))[0]
+    return re.split(f"[:;] {outside_code}", sentence)[0].rstrip(".")
 
 
 def doctor_table() -> str:
