@@ -34,8 +34,7 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "how-to": [],  # in HOW_TO_GROUPS
     "concepts": [
-        *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "communication"),
-        *("compare", "security"),
+        *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "compare", "security"),
     ],
     "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers", "gpu"],
@@ -46,9 +45,9 @@ SECTIONS: dict[str, list[str]] = {
 HOW_TO_GROUPS = {
     "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate"],
     "Train": ["your-own-script", "data", "training", "optimizers", "checkpoints"],
-    "Compare": ["tune", "report"],
-    "Several nodes": ["multi-node", "offline-clusters"],
-    "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
+    "Compare": ["tune"],
+    "Several nodes": ["multi-node"],
+    "When something is wrong": ["my-run-failed", "faults", "doctor"],
 }
 # Parts of the theme that a page does without: the table of contents, where a table needs its width.
 HIDDEN = {
