@@ -31,7 +31,7 @@ from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
-from toolkit.lint.findings import LintRule
+from toolkit.lint.findings import LEVELS, LintRule
 from toolkit.lint.rules import RULES
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor, optimizer_spec
 from toolkit.presets import Preset, list_presets
@@ -161,7 +161,8 @@ def _preset_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
     name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
-    volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
+    sent = traits.communication.split(";")[0]  # what is sent of layers, sequences and experts has a page of its own
+    volume = re.sub(",? per accumulation step", "", sent)  # the page says so once
     return [name, processes, traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
 
 
@@ -188,16 +189,18 @@ def _state_size(optim: str) -> str:
 
 
 def lint_rules() -> str:
-    """Return a section per kind of file, and in it one per lint rule. Its heading is its name: findings link there."""
-    sections: dict[str, list[str]] = {heading: [] for heading in LINT_SECTIONS.values()}
+    """Return the lint rules in sections by file and level. A rule's heading is its name: findings link there."""
+    sections: dict[str, list[str]] = {
+        f"{heading}: {level}s": [] for heading in dict.fromkeys(LINT_SECTIONS.values()) for level in LEVELS
+    }
     for rule in sorted(RULES, key=lambda rule: rule.name):
-        sections[LINT_SECTIONS[rule.kinds[0]]].append(_lint_rule(rule))
-    return "\n\n".join(f"## {heading}\n\n" + "\n\n".join(rules) for heading, rules in sections.items())
+        sections[f"{LINT_SECTIONS[rule.kinds[0]]}: {rule.level}s"].append(_lint_rule(rule))
+    return "\n\n".join(f"## {heading}\n\n" + "\n\n".join(rules) for heading, rules in sections.items() if rules)
 
 
 def _lint_rule(rule: LintRule) -> str:
-    since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    return f"### {rule.name}\n\n*{rule.level}*{since}. {_claim(rule.description)}."
+    since = f"From {rule.checked_against.split()[0]} {rule.removed_in}. " if rule.removed_in else ""
+    return f"### {rule.name}\n\n{since}{_claim(rule.description)}."
 
 
 def _claim(description: str) -> str:
@@ -362,20 +365,26 @@ def results_table(name: str) -> str:
         return ", ".join(f"`{key}`" for key in keys)
     if model is Run:
         keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
-    same = {"measured": [*Measurements().summary()], **SAME_IN_RUN} if model is Row else {}
-    explained = [key for key in keys if not any(key in names for names in same.values())]
-    listed = {key: " ".join((model.model_fields[key].description or "").split()) for key in explained}
-    lines = [definitions(listed)]
+    measured = {*Measurements().summary()} if model is Row else set()
+    same = SAME_IN_RUN if model is Row else {}
+    elsewhere = measured.union(*same.values())
+    lines = [definitions({key: _meaning(model, key) for key in keys if key not in elsewhere})]
+    if measured:
+        lines.append("- as in [the run folder](run-folder.md#measured): the keys of `measured`, except `steps`")
     for place, names in same.items():
         shared = ", ".join(f"`{name}`" for name in names if name in keys)
         lines.append(f"- as in [the run folder](run-folder.md#{place}): {shared}")
     return "\n".join(lines)
 
 
+def _meaning(model: type[Model], key: str) -> str:
+    return " ".join((model.model_fields[key].description or "").split())
+
+
 def measured_table() -> str:
     """Return the keys of `measured` in `run.json`."""
     fields = [key for key in Figures.model_fields if key in Measurements().summary()]
-    return definitions({key: " ".join((Figures.model_fields[key].description or "").split()) for key in fields})
+    return definitions({key: _meaning(Figures, key) for key in fields})
 
 
 def rank_reading_table() -> str:
