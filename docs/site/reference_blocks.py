@@ -25,8 +25,8 @@ import toolkit
 import toolkit.presets
 from toolkit.cli.program import app, program
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
-from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
-from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, Run, Timeline, TimelineRank
+from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
+from toolkit.compare.rows import FlopsPerToken, Row, Run
 from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
@@ -38,7 +38,7 @@ from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model
-from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.measurements import Figures, Measurements
 from toolkit.record.reading import RankReading
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
@@ -48,15 +48,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
 
 RESULTS_MODELS: dict[str, type[Model]] = {
-    model.__name__: model
-    for model in (
-        *(Results, Environment, InstalledGpu, Disk, ComparedJob, ComparisonMethod, Row, Run, Failure, Probe),
-        *(MemoryByPhase, FlopsPerToken, Timeline, TimelineRank),
-    )
+    model.__name__: model for model in (Results, Environment, ComparedJob, ComparisonMethod, Row, Run, FlopsPerToken)
 }
 
 # Records of which the page has the keys alone.
-NAMES_SAY_ALL = (Environment, InstalledGpu, Disk, TimelineRank, MemoryByPhase, Failure, Probe, Timeline)
+NAMES_SAY_ALL = (Environment,)
 # Keys whose names say it all: listed without a meaning, which the JSON Schema of the record has.
 CLEAR_KEYS = set(
     re.findall(
@@ -75,7 +71,10 @@ CLEAR_KEYS = set(
     offload_optimizer offload_param gradient_clipping num_trainable_params neftune_noise_alpha
     attn_implementation ddp_comm_hook loss loss_chunk_tokens pipeline_schedule pipeline_stages micro_batches
     activation_dtype stages layers kernels packing optimizer_class sharding frozen_dtype learning_rates
-    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks
+    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks rank device compute_dtype
+    master_dtype optimizer_dtype command communication_fraction planned_allocated_bytes
+    step_seconds_interval untimed_steps timed_seconds tied_copy_bytes packing_mask_bytes
+    memory_by_phase allocator_retries
         """,
     )
 )
@@ -207,7 +206,7 @@ def _claim(description: str) -> str:
     """Return the first clause of a rule's text: what is wrong, without brackets and what follows from it."""
     outside_code = r"(?=(?:[^`]*`[^`]*`)*[^`]*$)"
     sentence = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", description))[0]
-    return re.split(f"[:;] {outside_code}", sentence)[0].rstrip(".")
+    return re.split(f"(?:[:;]|, (?:which|whatever|even|also|unless|once)) {outside_code}", sentence)[0].rstrip(".")
 
 
 def doctor_table() -> str:
