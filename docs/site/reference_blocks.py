@@ -152,7 +152,7 @@ def definitions(meanings: Mapping[str, str]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset, linked to its file: bytes, communication volume, and the processes that it needs."""
-    head = ["preset", "processes", "GPU bytes per parameter", "host bytes", "communication"]
+    head = ["preset", "processes", "bytes per parameter", "communication"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
@@ -162,7 +162,8 @@ def _preset_row(preset: Preset) -> list[str]:
     name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
     sent = traits.communication.split(";")[0]  # what is sent of layers, sequences and experts has a page of its own
     volume = re.sub(",? per accumulation step", "", sent)  # the page says so once
-    return [name, processes, traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
+    on_gpu, on_host = traits.bytes_on("gpu"), traits.bytes_on("cpu")
+    return [name, processes, on_gpu if on_host == "0" else f"{on_gpu}, host {on_host}", volume]
 
 
 def optimizer_table() -> str:
