@@ -74,7 +74,7 @@ CLEAR_KEYS = set(
     optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks rank device compute_dtype
     master_dtype optimizer_dtype command communication_fraction planned_allocated_bytes
     step_seconds_interval untimed_steps timed_seconds tied_copy_bytes packing_mask_bytes
-    memory_by_phase allocator_retries
+    memory_by_phase allocator_retries mfu mfu_full_attention hfu seq_length
         """,
     )
 )
@@ -337,8 +337,8 @@ def commands() -> str:
 
 def _command_line(name: str, command: Any) -> str:
     words = ", ".join(f"`{word}`" for word in getattr(command, "commands", {}))
-    summary = " ".join(command.help.split("\n\n")[0].split())
-    return f"- `toolkit {name}`{' ' + words if words else ''}: {summary}"
+    summary = " ".join(command.help.split("\n\n")[0].split()).split(": ")[0].rstrip(".")
+    return f"- `toolkit {name}`{' ' + words if words else ''}: {summary}."
 
 
 # Section of run-folder.md -> the keys that mean the same in a row: of the largest rank, or of the repeats' median.
