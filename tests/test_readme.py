@@ -119,7 +119,6 @@ def run_launching_bash(script: str, **variables: str) -> subprocess.CompletedPro
 
 
 GENERATED = {
-    "recommendation": (README, BUILT["recommendation"]),
     "fits": (README, fits_table),
     "examples": (ROOT / "examples" / "README.md", examples_table),
     "simulated throughput": (ROOT / "benchmarks" / "results" / "simulated_throughput.md", throughput_table),

@@ -26,7 +26,7 @@ from toolkit.installation import documentation_address, missing_package
 from toolkit.screen_text import shown_on
 
 DEBUG_VARIABLE = "TOOLKIT_DEBUG"
-REPORT_PAGE = "how-to/report-a-problem.md"
+FAILURES_PAGE = "how-to/my-run-failed.md"
 MAX_CAUSE_CHARACTERS = 200
 # What the machine refuses -> what to do about it. Other errors of the operating system are ours.
 MACHINE_FAULTS = {
@@ -102,7 +102,7 @@ def print_failure(status: str, failure: Mapping[str, object]) -> None:
     if failure.get("hint"):
         print_message(f"  hint: {failure['hint']}")
     if not failure.get("invalid_input"):
-        print_message(f"  see {documentation_address('how-to/my-run-failed.md', status)}")
+        print_message(f"  see {documentation_address(FAILURES_PAGE, status)}")
 
 
 def prepare_streams() -> None:
@@ -142,7 +142,7 @@ def _report(error: Exception) -> int:
         return EXIT_INVALID_INPUT
     what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
-    page = documentation_address(REPORT_PAGE)
+    page = documentation_address(FAILURES_PAGE, "report-a-problem")
     try:
         how = f"report it with {_save_traceback(error)} ({page})"
     except OSError:  # no folder for temporary files can be written to

@@ -1,7 +1,8 @@
 """Pages of the docs site that are generated when it is built, run by its plugin gen-files.
 
 docs/index.md is the home page, to which links to README.md lead. A table of benchmarks/results is shown, folded, at its
-`<!-- table: NAME -->`. Links to files of the repository become links to copies of them; the navigation has every page.
+`<!-- table: NAME -->`, and a block of README.md at `<!-- as in README: NAME -->`. Links to files of the repository
+become links to copies of them; the navigation has every page.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from reference_blocks import ON_SITE, folded, with_blocks  # noqa: E402
+from reference_blocks import BLOCK, ON_SITE, folded, with_blocks  # noqa: E402
 
 # Files of the repository's top level -> pages of the site; the home page is docs/index.md.
 PAGE_OF = {
@@ -34,8 +35,7 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "how-to": [],  # in HOW_TO_GROUPS
     "concepts": [
-        *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "batch-size-and-learning-rate", "communication"),
-        *("compare", "security"),
+        *("plan", "ddp-zero-fsdp2", "parallelism", "numerics", "compare", "security"),
     ],
     "reference": ["glossary", "cli", "arguments", "presets", "results", "run-folder", "lint", "python"],
     "evidence": ["index", "trust", "plan-accuracy", "simulations", "speed-and-memory", "checkpoints", "peers", "gpu"],
@@ -46,9 +46,9 @@ SECTIONS: dict[str, list[str]] = {
 HOW_TO_GROUPS = {
     "Before a run": ["choose-a-preset", "training-methods", "rehearsal", "ci", "simulate"],
     "Train": ["your-own-script", "data", "training", "optimizers", "checkpoints"],
-    "Compare": ["tune", "report"],
-    "Several nodes": ["multi-node", "offline-clusters"],
-    "When something is wrong": ["my-run-failed", "faults", "doctor", "report-a-problem"],
+    "Compare": ["tune"],
+    "Several nodes": ["multi-node"],
+    "When something is wrong": ["my-run-failed", "faults", "doctor"],
 }
 # Parts of the theme that a page does without: the table of contents, where a table needs its width.
 HIDDEN = {
@@ -61,6 +61,7 @@ HIDDEN = {
 WEIGHT = {"reference": "boost: 0.3", "project": "boost: 0.3"}
 NOT_SEARCHED = {"project/changelog.md": "exclude: true"}
 COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
+OF_README = re.compile(r"^<!-- as in README: (\w+) -->$", re.MULTILINE)
 TABLE = re.compile(r"^<!-- table: (\w+) -->\n\[.*\n", re.MULTILINE)
 NESTED_ITEM = re.compile(r"^  - ", re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
@@ -100,7 +101,7 @@ def link_on_site(target: str, file: str, page: str) -> str:
 def page_text(file: str, page: str) -> str:
     """Return the text of a page: blocks filled in, comments left out, links as the site needs them."""
     text = TABLE.sub(lambda found: folded(recorded_text(found[1])) + "\n", (ROOT / file).read_text())
-    text = with_blocks(text, ON_SITE)
+    text = OF_README.sub(lambda found: readme_block(found[1]), with_blocks(text, ON_SITE))
     text = NESTED_ITEM.sub("    - ", COMMENT.sub("", text))  # MkDocs needs four spaces, where GitHub needs two
     hidden = HIDDEN.get(page)
     weight = NOT_SEARCHED.get(page, WEIGHT.get(page.split("/")[0]))
@@ -108,6 +109,10 @@ def page_text(file: str, page: str) -> str:
     front += [f"search: {{ {weight} }}"] if weight else []
     text = "\n".join(["---", *front, "---", "", text]) if front else text
     return LINK.sub(lambda found: link_on_site(found[0], file, page), text)
+
+
+def readme_block(name: str) -> str:
+    return next(found[0] for found in BLOCK.finditer((ROOT / "README.md").read_text()) if found[2] == name)
 
 
 def recorded_text(name: str) -> str:

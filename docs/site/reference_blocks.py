@@ -25,20 +25,20 @@ import toolkit
 import toolkit.presets
 from toolkit.cli.program import app, program
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
-from toolkit.compare.results import ComparedJob, ComparisonMethod, Disk, Environment, InstalledGpu, Results
-from toolkit.compare.rows import Failure, FlopsPerToken, Probe, Row, Run, Timeline, TimelineRank
+from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
+from toolkit.compare.rows import FlopsPerToken, Row, Run
 from toolkit.doctor.examination import all_checks
 from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
-from toolkit.lint.findings import LintRule
+from toolkit.lint.findings import LEVELS, LintRule
 from toolkit.lint.rules import RULES
 from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor, optimizer_spec
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
 from toolkit.record.columns import Model
-from toolkit.record.measurements import Figures, Measurements, MemoryByPhase
+from toolkit.record.measurements import Figures, Measurements
 from toolkit.record.reading import RankReading
 from toolkit.record.timeline import Goodput
 from toolkit.screen_text import wrapped
@@ -48,15 +48,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OBSERVER = ROOT / "toolkit" / "observe" / "observer.py"
 
 RESULTS_MODELS: dict[str, type[Model]] = {
-    model.__name__: model
-    for model in (
-        *(Results, Environment, InstalledGpu, Disk, ComparedJob, ComparisonMethod, Row, Run, Failure, Probe),
-        *(MemoryByPhase, FlopsPerToken, Timeline, TimelineRank),
-    )
+    model.__name__: model for model in (Results, Environment, ComparedJob, ComparisonMethod, Row, Run, FlopsPerToken)
 }
 
 # Records of which the page has the keys alone.
-NAMES_SAY_ALL = (Environment, InstalledGpu, Disk, TimelineRank, MemoryByPhase, Failure, Probe, Timeline)
+NAMES_SAY_ALL = (Environment,)
 # Keys whose names say it all: listed without a meaning, which the JSON Schema of the record has.
 CLEAR_KEYS = set(
     re.findall(
@@ -75,7 +71,10 @@ CLEAR_KEYS = set(
     offload_optimizer offload_param gradient_clipping num_trainable_params neftune_noise_alpha
     attn_implementation ddp_comm_hook loss loss_chunk_tokens pipeline_schedule pipeline_stages micro_batches
     activation_dtype stages layers kernels packing optimizer_class sharding frozen_dtype learning_rates
-    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks
+    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks rank device compute_dtype
+    master_dtype optimizer_dtype command communication_fraction planned_allocated_bytes
+    step_seconds_interval untimed_steps timed_seconds tied_copy_bytes packing_mask_bytes
+    memory_by_phase allocator_retries mfu mfu_full_attention hfu seq_length
         """,
     )
 )
@@ -153,7 +152,7 @@ def definitions(meanings: Mapping[str, str]) -> str:
 
 def preset_table() -> str:
     """Return one row per preset, linked to its file: bytes, communication volume, and the processes that it needs."""
-    head = ["preset", "processes", "GPU bytes per parameter", "host bytes", "communication"]
+    head = ["preset", "processes", "bytes per parameter", "communication"]
     return markdown_table(head, [_preset_row(preset) for preset in list_presets()])
 
 
@@ -161,8 +160,10 @@ def _preset_row(preset: Preset) -> list[str]:
     traits = characteristics(preset)
     processes = ", ".join([preset.processes, *(f"`--{name}`" for name in preset.degrees)])
     name = f"[`{preset.name}`](../../accelerate_configs/{preset.name}.yaml)"
-    volume = re.sub(",? per accumulation step", "", traits.communication)  # the page says so once
-    return [name, processes, traits.bytes_on("gpu"), traits.bytes_on("cpu"), volume]
+    sent = traits.communication.split(";")[0]  # what is sent of layers, sequences and experts has a page of its own
+    volume = re.sub(",? per accumulation step", "", sent)  # the page says so once
+    on_gpu, on_host = traits.bytes_on("gpu"), traits.bytes_on("cpu")
+    return [name, processes, on_gpu if on_host == "0" else f"{on_gpu}, host {on_host}", volume]
 
 
 def optimizer_table() -> str:
@@ -188,17 +189,25 @@ def _state_size(optim: str) -> str:
 
 
 def lint_rules() -> str:
-    """Return a section per kind of file, and in it one per lint rule. Its heading is its name: findings link there."""
-    sections: dict[str, list[str]] = {heading: [] for heading in LINT_SECTIONS.values()}
+    """Return the lint rules in sections by file and level. A rule's heading is its name: findings link there."""
+    sections: dict[str, list[str]] = {
+        f"{heading}: {level}s": [] for heading in dict.fromkeys(LINT_SECTIONS.values()) for level in LEVELS
+    }
     for rule in sorted(RULES, key=lambda rule: rule.name):
-        sections[LINT_SECTIONS[rule.kinds[0]]].append(_lint_rule(rule))
-    return "\n\n".join(f"## {heading}\n\n" + "\n\n".join(rules) for heading, rules in sections.items())
+        sections[f"{LINT_SECTIONS[rule.kinds[0]]}: {rule.level}s"].append(_lint_rule(rule))
+    return "\n\n".join(f"## {heading}\n\n" + "\n\n".join(rules) for heading, rules in sections.items() if rules)
 
 
 def _lint_rule(rule: LintRule) -> str:
-    since = f", from {rule.checked_against.split()[0]} {rule.removed_in}" if rule.removed_in else ""
-    phrase = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", rule.description))[0].rstrip(".")
-    return f"### {rule.name}\n\n*{rule.level}*{since}. {phrase}."
+    since = f"From {rule.checked_against.split()[0]} {rule.removed_in}. " if rule.removed_in else ""
+    return f"### {rule.name}\n\n{since}{_claim(rule.description)}."
+
+
+def _claim(description: str) -> str:
+    """Return the first clause of a rule's text: what is wrong, without brackets and what follows from it."""
+    outside_code = r"(?=(?:[^`]*`[^`]*`)*[^`]*$)"
+    sentence = re.split(r"\. (?=[A-Z`0-9])", re.sub(r" \([^()`]{9,}\)", "", description))[0]
+    return re.split(f"(?:[:;]|, (?:which|whatever|even|also|unless|once)) {outside_code}", sentence)[0].rstrip(".")
 
 
 def doctor_table() -> str:
@@ -328,8 +337,8 @@ def commands() -> str:
 
 def _command_line(name: str, command: Any) -> str:
     words = ", ".join(f"`{word}`" for word in getattr(command, "commands", {}))
-    summary = " ".join(command.help.split("\n\n")[0].split())
-    return f"- `toolkit {name}`{' ' + words if words else ''}: {summary}"
+    summary = " ".join(command.help.split("\n\n")[0].split()).split(": ")[0].rstrip(".")
+    return f"- `toolkit {name}`{' ' + words if words else ''}: {summary}."
 
 
 # Section of run-folder.md -> the keys that mean the same in a row: of the largest rank, or of the repeats' median.
@@ -356,20 +365,26 @@ def results_table(name: str) -> str:
         return ", ".join(f"`{key}`" for key in keys)
     if model is Run:
         keys = [key for key in keys if key not in Row.model_fields and key not in ONLY_IN_LEDGER]
-    same = {"measured": [*Measurements().summary()], **SAME_IN_RUN} if model is Row else {}
-    explained = [key for key in keys if not any(key in names for names in same.values())]
-    listed = {key: " ".join((model.model_fields[key].description or "").split()) for key in explained}
-    lines = [definitions(listed)]
+    measured = {*Measurements().summary()} if model is Row else set()
+    same = SAME_IN_RUN if model is Row else {}
+    elsewhere = measured.union(*same.values())
+    lines = [definitions({key: _meaning(model, key) for key in keys if key not in elsewhere})]
+    if measured:
+        lines.append("- as in [the run folder](run-folder.md#measured): the keys of `measured`, except `steps`")
     for place, names in same.items():
         shared = ", ".join(f"`{name}`" for name in names if name in keys)
         lines.append(f"- as in [the run folder](run-folder.md#{place}): {shared}")
     return "\n".join(lines)
 
 
+def _meaning(model: type[Model], key: str) -> str:
+    return " ".join((model.model_fields[key].description or "").split())
+
+
 def measured_table() -> str:
     """Return the keys of `measured` in `run.json`."""
     fields = [key for key in Figures.model_fields if key in Measurements().summary()]
-    return definitions({key: " ".join((Figures.model_fields[key].description or "").split()) for key in fields})
+    return definitions({key: _meaning(Figures, key) for key in fields})
 
 
 def rank_reading_table() -> str:

@@ -31,7 +31,7 @@ DISPATCHED = "all-to-alls of tokens, to their experts and back"
         ("zero3", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step"),
         ("zero3_cpu_offload", "0", "2/N + 6/N + 12/N", "2 to 3 P per accumulation step"),
         ("zero3_nvme_offload", "0", "6/N", "2 to 3 P per accumulation step"),
-        ("zeropp", "2/N + 2/N + 12/N", "0", "0.75 P per accumulation step between nodes"),
+        ("zeropp", "2/N + 2/N + 12/N", "0", "0.5 P per step, P/32 per accumulation step across nodes"),
         ("fsdp2", "4/N + 4/N + 8/N", "0", "3 P per accumulation step"),
         ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "2 P per accumulation step"),
         ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "3 P per accumulation step"),

@@ -27,7 +27,7 @@ class Sharding(NamedTuple):
 
     communication: str
     """Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's
-    factor (N-1)/N: as the engine communicates, which docs/concepts/communication.md checks against counted runs."""
+    factor (N-1)/N: as the engine communicates, which docs/concepts/ddp-zero-fsdp2.md checks against counted runs."""
     fsdp1_name: str | None
     other_name: str | None
     """The same in another engine."""
@@ -227,7 +227,7 @@ class Engine:
         return 0
 
     def collectives(self, step: PlannedStep) -> Iterator[Collective]:
-        """Yield what a rank sends in one optimizer step to hold its model states; docs/concepts/communication.md."""
+        """Yield what a rank sends in one optimizer step to hold its model states; docs/concepts/ddp-zero-fsdp2.md."""
         del step
         yield from ()
 

@@ -65,9 +65,9 @@ class Zero(Engine):
             "2 P per accumulation step, 1 P per step", "SHARD_GRAD_OP", "close to FSDP2 without resharding"
         ),
         "full_shard": Sharding("2 to 3 P per accumulation step", "FULL_SHARD", "FSDP2"),
-        # From table 1 of its paper (https://arxiv.org/abs/2306.10209).
+        # Of a rank on nodes of 8 GPUs, as `_zero3_collectives` counts; its paper: https://arxiv.org/abs/2306.10209.
         "hybrid_shard": Sharding(
-            "0.75 P per accumulation step between nodes", "close to HYBRID_SHARD", "ZeRO++ (hpZ, qwZ, qgZ)"
+            "0.5 P per step, P/32 per accumulation step across nodes", "close to HYBRID_SHARD", "ZeRO++ (hpZ, qwZ, qgZ)"
         ),
     }
     # A bf16 parameter, and an fp32 master weight, momentum and variance (ZeRO paper, section 3.1,

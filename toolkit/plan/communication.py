@@ -2,7 +2,7 @@
 
 Derived from the preset's files and the model's tensors, as read in the source of deepspeed 0.19.8 (`ulysses_sp.py`
 included), torch 2.13 (`_context_parallel/_attention.py`), transformers 5.23 (`distributed/`) and accelerate 1.15, and
-compared with collectives counted in real runs of two to four CPU ranks (docs/concepts/communication.md). Left out are
+compared with collectives counted in real runs of two to four CPU ranks (docs/concepts/ddp-zero-fsdp2.md). Left out are
 the few bytes of losses, norms, flags, attention's statistics, token counts, routing weights and adapters' columns.
 """
 

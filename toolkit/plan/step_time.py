@@ -2,7 +2,7 @@
 
 `toolkit.plan.step_parts` has the sources; one H200 was measured (docs/evidence/gpu.md). Estimate and interval are
 compared with every row that states enough, also with constants that were fitted without its source, in
-`tests/plan/test_step_time.py` (docs/concepts/communication.md).
+`tests/plan/test_step_time.py` (docs/concepts/plan.md).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ NUMBERS_OF_TRAINER = (
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix='"auto"')
 def not_auto(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` owns this setting: under the Trainer, any value but its own raises in every rank."""
+    """Under the Trainer any value but that of `TrainingArguments` raises in every rank; it owns this setting."""
     for key, field in () if is_without_trainer(doc) else OWNED_BY_TRAINER.items():
         value = doc.get(key, "auto")
         is_off = key.endswith(".enabled") and as_bool(value) is False

@@ -76,7 +76,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_key(doc: Document) -> Iterator[Match]:
-    """`accelerate launch` refuses to start: a top-level key of the YAML is unknown to it."""
+    """`accelerate launch` refuses to start with an unknown top-level key in the YAML."""
     if doc.get("compute_environment") == "AMAZON_SAGEMAKER":
         return
     what = "is not a key of an accelerate configuration; it refuses to start"
