@@ -35,7 +35,6 @@ from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder
 from toolkit.rehearse.rehearsal import _measured_lines
 from toolkit.rehearse.stand_ins import RehearsedTimer
-from toolkit.train.model import varlen_attention
 from toolkit.train.model.chunked_loss import sum_with_product
 from toolkit.train.model.loading import choose_attention
 
@@ -196,24 +195,6 @@ def test_a_bf16_product_is_added_in_fp32_on_a_gpu_without_a_bf16_copy() -> None:
         operators.called.clear()
         assert sum_with_product(value, left, right) is value
     assert operators.called == ["aten.addmm.dtype_out"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "expected"),
-    [
-        (torch.bfloat16, 64, (8, 0), True),
-        (torch.bfloat16, 64, (7, 5), False),  # a T4
-        (torch.float32, 64, (9, 0), False),
-        (torch.float16, 512, (9, 0), False),
-    ],
-)
-def test_torchs_flash_attention_is_called_for_what_the_gpu_computes(
-    cuda: dict[str, Any], dtype: torch.dtype, head_dim: int, capability: tuple[int, int], expected: bool
-) -> None:
-    cuda["get_device_capability"] = capability
-    with FakeTensorMode():
-        query = torch.ones(1, 2, 4, head_dim, device="cuda", dtype=dtype)
-        assert varlen_attention.has_varlen_kernel(query, query, dropout=0.0) is expected
 
 
 def test_packed_rows_get_torchs_flash_attention_where_the_gpu_has_it(cuda: dict[str, Any], tiny_model: Path) -> None:

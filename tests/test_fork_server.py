@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from fork_server import HERE, SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process, python_words
-from launching import CPU_PRESETS, ROOT, accelerate_launch, cpu_environment, fork_server, launch_preset, losses, read
+from fork_server import HERE, SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process
+from launching import CPU_PRESETS, cpu_environment, fork_server, launch_preset, losses, read
 
 from toolkit.launch.command import ProcessCommand, new_run_id
-from toolkit.launch.process import find_killed_rank, processes_of, start_process
+from toolkit.launch.process import processes_of, start_process
 
 pytestmark = pytest.mark.launch
 
@@ -50,13 +50,6 @@ def test_a_forked_rank_has_environment_state_and_losses_of_a_cold_one(
     for seeds in zip(*([*state["random"], state["torch_seed"]] for state in forked), strict=True):
         assert len(set(seeds)) == len(ranks)
     assert losses(folders[0], len(ranks)) == losses(folders[1], len(ranks))  # bit for bit
-
-
-def test_the_launcher_names_a_forked_rank_that_a_signal_ended(tmp_path: Path) -> None:
-    script = tmp_path / "rank_1_dies.py"
-    script.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)\n")
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", script=str(script))
-    assert (ended.returncode, find_killed_rank(ended.stderr)) == (1, (1, "SIGKILL"))
 
 
 @pytest.fixture
@@ -122,19 +115,6 @@ def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: An
     assert len(found) == 2
 
 
-def test_a_forked_program_ignores_the_signals_that_its_parent_ignores(start: Any) -> None:
-    """Of one under nohup, an elastic launcher handles SIGHUP, so that its ranks do not ignore it."""
-    program = "import signal\nprint([signal.getsignal(n).name for n in (signal.SIGHUP, signal.SIGQUIT)])"
-    for handler, seen in ((signal.SIG_IGN, "SIG_IGN"), (lambda *_: None, "SIG_DFL")):
-        before = {number: signal.signal(number, handler) for number in (signal.SIGHUP, signal.SIGQUIT)}
-        try:
-            process = start(program)
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
-        assert process.stdout.read() == f"['{seen}', '{seen}']\n"
-
-
 OWNER = """
 import os, sys, time
 import fork_server
@@ -193,11 +173,3 @@ def test_the_toolkit_forks_its_runs_in_this_process_and_in_those_that_a_test_sta
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
         )
         assert ended.stdout == f"{name}\n"
-
-
-def test_only_a_module_or_a_script_can_be_forked() -> None:
-    for words in (["-m", "toolkit.train"], ["mine.py", "-m", "x"]):
-        assert python_words((sys.executable, "-u", *words)) == words  # torch's launcher has a tuple
-        assert python_words(["/usr/bin/env", *words]) is None
-    assert python_words([sys.executable, "-c", "pass"]) is None
-    assert python_words([sys.executable]) is None

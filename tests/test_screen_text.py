@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 from launching import LLAMA_8B_CONFIG
+from terminals import on_a_terminal
 
 from toolkit.screen_text import wrapped
 
@@ -23,23 +20,12 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 FAULTY = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: no\nfsdp_config:\n  fsdp_version: 2\n"
 
 
-def screen(*words: str, **environment: str) -> str:
+def screen(*words: str, **variables: str) -> str:
     """Return what a command writes to a terminal of 80 columns."""
-    terminal, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    variables |= {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"} | environment
-    command = [sys.executable, "-m", "toolkit", *words]
-    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=variables):
-        os.close(child)
-        written = b""
-        while True:
-            try:
-                written += os.read(terminal, 65536)
-            except OSError:  # the command has ended
-                break
-    os.close(terminal)
-    return written.decode().replace("\r\n", "\n")
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    environment |= {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"} | variables
+    written = on_a_terminal([sys.executable, "-m", "toolkit", *words], environment, columns=COLUMNS)
+    return written.replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +59,17 @@ def test_no_line_is_wider_than_the_terminal_and_verdicts_are_in_colour(
     piped = subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, check=False)
     assert "\x1b" not in piped.stdout + piped.stderr
     assert sorted((piped.stdout + piped.stderr).split()) == sorted(COLOUR.sub("", shown).split())
+
+
+def test_the_doctors_levels_are_in_colour_and_a_fix_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its readings vary from run to run, so that a terminal's cannot be compared with a pipe's."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    shown = screen("doctor", "--gpus-per-node", "64", "--nvme-path", "/no/such/folder").splitlines()
+    assert any(line.startswith("\x1b[1;31merror\x1b[0m: GPUs are missing: ") for line in shown)
+    plain = [COLOUR.sub("", line) for line in shown]
+    at = plain.index("  fix: SLURM: --gpus-per-node; docker run --gpus all; without a driver: install")
+    assert plain[at + 1] == "    NVIDIA's"
+    assert max(map(len, plain)) <= COLUMNS
 
 
 @pytest.mark.nightly

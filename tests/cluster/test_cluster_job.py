@@ -32,6 +32,7 @@ PODS, SKY = "kubernetes --preset zero2 --nodes 2", "skypilot --preset zero2 --no
         ("slurm --preset zero2 --nodes 2 -- --hub_token hf_ABCDEFGHIJKLMNOP", "a training argument is a secret"),
         ("slurm --preset zero2 --nodes 2 -- --resume_from_checkpoint out/checkpoint-5", "would begin there again"),
         ("slurm --preset zero2 --nodes 2 --time-limit 5", "too short: the run is stopped 300 s before its end to save"),
+        ("slurm --preset zero2 --nodes 2 --json --submit", "--json does not work with --submit"),
         ("slurm --preset zero2 --nodes 2 --submit", "`sbatch` is not on the PATH: the job was not submitted"),
         # the last --model_name_or_path counts
         ("slurm --preset zero2 --nodes 2 -- --model_name_or_path demo", "demo: prepared on one node"),
@@ -107,10 +108,3 @@ def test_json_has_the_file_and_what_it_assumes(tmp_path: Path, capsys: pytest.Ca
     assert answer["text"] == file.read_text()
     assert answer["warnings"][-1].startswith("--save_strategy no: ")
     assert answer["grace_seconds"] >= 100
-
-
-def test_json_is_refused_with_submit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["slurm", "--preset", "zero2", "--nodes", "2", "--json", "--submit", "--", *write_inputs(tmp_path)]
-    code, out, err = run_cluster(words, capsys)
-    assert (code, out) == (2, "")
-    assert "--json does not work with --submit" in err

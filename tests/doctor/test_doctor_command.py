@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
-import pty
-import re
 import resource
 import socket
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -105,23 +100,6 @@ def test_a_node_that_is_busy_with_something_else_is_a_warning(monkeypatch: pytes
     assert "warning" in levels(report(), "cores")
     monkeypatch.setattr(os, "getloadavg", lambda: (1.4 * (os.cpu_count() or 1), 9.0, 9.0))
     assert not [row for row in report()["findings"] if "other programs" in row["what"]]
-
-
-def test_on_a_terminal_levels_have_a_color_and_lines_are_wrapped_between_words() -> None:
-    reader, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    command = [sys.executable, "-m", "toolkit", "doctor", "--gpus-per-node", "64", "--nvme-path", "/no/such/folder"]
-    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    subprocess.run(command, stdout=terminal, stderr=subprocess.PIPE, env=environment, check=False, timeout=240)
-    shown = os.read(reader, 2**16).decode().splitlines()
-    os.close(reader)
-    os.close(terminal)
-    assert any(line.startswith("\x1b[1;31merror\x1b[0m: GPUs are missing: ") for line in shown)
-    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown]
-    at = plain.index("  fix: SLURM: --gpus-per-node; docker run --gpus all;")
-    assert plain[at + 1] == "    without a driver: install NVIDIA's"
-    assert max(map(len, plain)) <= 60
 
 
 def test_checks_that_found_nothing_are_shown_with_verbose_only() -> None:

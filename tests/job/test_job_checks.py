@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
-from toolkit.job.job_checks import BACKENDS, MODES, check_values, profiled_steps
+from toolkit.job.job_checks import BACKENDS, MODES, check_values
 from toolkit.presets import load_preset
 from toolkit.presets.preset_checks import check_arguments
 
@@ -89,10 +89,6 @@ def test_a_communication_hook_needs_two_processes() -> None:
 def test_an_argument_without_effect_gives_a_warning(preset: str, arguments: dict[str, Any], line: str) -> None:
     (said,) = check(preset, **arguments)
     assert line in said
-
-
-def test_profiled_steps_are_a_range() -> None:
-    assert profiled_steps("3:5") == (3, 5)
 
 
 def test_just_in_time_checkpoints_of_transformers_are_refused() -> None:

@@ -53,6 +53,8 @@ REFUSED = [
     ("train --preset zero2 --num-processes two", "invalid value for '--num-processes'", ""),
     ("trian", "no such command 'trian'. Did you mean 'train'?", "see `toolkit --help`"),
     (f"plan {LLAMA_8B_CONFIG} --num-processes", "option '--num-processes' requires an argument", ""),
+    ("train --preset fsdp2_tp --num-processes 8 --cpu -- {job} --tp 4",
+     "--tp 4 does not work for this model: 4 does not divide its 2 key-value heads", "`--tp 2`"),
     ("{compare} --preset ddp -- {model} --output_dir elsewhere", "--output_dir is set by the comparison itself", ""),
     ("{compare} --preset ddp -- {model} --max_steps 2", "--max_steps 2 leaves no timed step after 2 untimed ones", ""),
     ("{compare} --preset ddp --scaling strong -- {model}", "--scaling needs several numbers of processes", ""),

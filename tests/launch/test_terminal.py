@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, cpu_environment, read
+from terminals import on_a_terminal
 
 from toolkit.launch.terminal import LiveLine, OutputFilter
 from toolkit.record.timeline import add_moment
@@ -25,27 +24,12 @@ with LiveLine() as live:
 """
 
 
-def on_a_terminal(command: list[str], **variables: str) -> str:
-    """Run a command with its streams on a pseudo-terminal of 200 columns, and return what it wrote there."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        environment = cpu_environment() | {"TERM": "xterm", "COLUMNS": "200"} | variables
-        os.execvpe(command[0], command, environment)
-    written = b""
-    while True:
-        try:
-            chunk = os.read(terminal, 2**16)
-        except OSError:  # the process has ended
-            break
-        if not chunk:
-            break
-        written += chunk
-    os.waitpid(pid, 0)
-    return written.decode()
+def on_wide_terminal(command: list[str], **variables: str) -> str:
+    return on_a_terminal(command, cpu_environment() | {"TERM": "xterm"} | variables, columns=200)
 
 
 def test_on_a_terminal_each_step_replaces_the_one_before() -> None:
-    written = on_a_terminal([sys.executable, "-c", SHOW])
+    written = on_wide_terminal([sys.executable, "-c", SHOW])
     *lines, live, end = written.split("\n")
     assert "\x1b[1A\x1b[2K" in end  # the line above is erased: the live one
     lines = [line.rpartition("\x1b[2K")[2] for line in lines]
@@ -55,7 +39,7 @@ def test_on_a_terminal_each_step_replaces_the_one_before() -> None:
 
 
 def test_a_dumb_terminal_gets_plain_lines() -> None:
-    lines = on_a_terminal([sys.executable, "-c", SHOW], TERM="dumb").splitlines()
+    lines = on_wide_terminal([sys.executable, "-c", SHOW], TERM="dumb").splitlines()
     assert lines == ["data: 2 rows", *STEPS, "done: 2 steps"]
 
 
@@ -124,7 +108,7 @@ def test_a_rate_far_too_high_ends_as_diverged_on_a_live_terminal(
     command = [sys.executable, "-m", "toolkit", "train", "--preset", "ddp", "--num-processes", "2", "--cpu", "--"]
     command += ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "256"]
     command += ["--output_dir", str(tmp_path / "run"), "--max_steps", "8", "--learning_rate", "1e6"]
-    written = on_a_terminal(command)
+    written = on_wide_terminal(command)
     assert re.search(r"\r\x1b\[2K\d+ s  step 8/8  loss [\d.]+  grad_norm 0  ", written)
     assert "done, but it may have diverged: 8 steps, " in written
     assert re.fullmatch(

@@ -17,7 +17,6 @@ from launching import ROOT
 from served_page import ServedPage, served_page
 
 from toolkit.models.config_fields import MAX_CONFIG_BYTES
-from toolkit.models.read_model import bundled_models
 from toolkit.page import page_html
 
 LLAMA = ROOT / "tests" / "fixtures" / "llama-8b"
@@ -77,12 +76,6 @@ def test_the_page_and_its_files_are_served_and_nothing_else(page: ServedPage) ->
     assert [page.get(path)[0] for path in ("page.css", "page.js", "page.js?fresh")] == [200, 200, 200]
     for path in ("index.html.j2", "page_html.py", "../server.py", "%2e%2e/server.py", "/etc/passwd", "ask"):
         assert page.get(path)[0] == 404, path
-
-
-@pytest.mark.nightly
-def test_the_table_has_a_row_per_known_model(page: ServedPage) -> None:
-    status, table = page.get("known")
-    assert (status, table.count('<tr><th scope="row">')) == (200, len(bundled_models()))
 
 
 def test_a_method_that_a_known_model_is_refused_and_what_fits_nowhere_are_left_empty(

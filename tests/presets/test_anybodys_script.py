@@ -142,14 +142,6 @@ def test_a_script_that_is_not_ours_trains_as_the_preset_says(preset: str, how: s
 
 @pytest.mark.launch
 @pytest.mark.nightly
-def test_a_copy_of_the_file_alone_is_enough(tmp_path: Path) -> None:
-    config = Path(shutil.copy(YAMLS / "zero3.yaml", tmp_path / "mine.yaml"))
-    assert launched(config, "loop", tmp_path) == ""
-    assert read(tmp_path / "rank1.json")["stage"] == 3
-
-
-@pytest.mark.launch
-@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["loop", "trainer"])
 def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--bf16", "false") if how == "trainer" else ()

@@ -13,7 +13,6 @@ from preset_files import deepspeed_pair, write
 from toolkit.engines.fsdp2 import FSDP_ENVIRONMENT_KEYS
 from toolkit.errors import ToolkitError
 from toolkit.launch.command import launcher_environment
-from toolkit.lint.check import lint_paths
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.export import export_presets, preset_text
 from toolkit.presets.training_arguments import strategy_variables, trainer_arguments
@@ -121,11 +120,6 @@ def test_a_key_that_only_the_launcher_reads_is_refused(line: str, tmp_path: Path
 
 
 # -- export
-
-
-def test_what_is_exported_has_no_lint_finding(tmp_path: Path) -> None:
-    export_presets(list_presets(), tmp_path, force=False)
-    assert lint_paths([tmp_path]).findings == []
 
 
 def test_a_pair_is_written_side_by_side_and_read_back_the_same(tmp_path: Path) -> None:

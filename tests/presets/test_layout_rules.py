@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_jobs import write_inputs
-from command_line import run_command
 from split_runs import MODELS, SIZES
 
 from toolkit.errors import ToolkitError
@@ -197,12 +193,3 @@ def test_adapters_of_experts_are_refused_where_experts_are_divided(
 
 
 # -- through the command
-
-
-def test_the_command_refuses_before_it_starts_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = write_inputs(tmp_path)
-    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    command = ["train", "--preset", "fsdp2_tp", "--num-processes", "8", "--cpu", "--dry-run", "--", *job, "--tp", "4"]
-    code, _, printed = run_command(command, capsys)
-    refused = "error: --tp 4 does not work for this model: 4 does not divide its 2 key-value heads\n  hint: `--tp 2`\n"
-    assert (code, printed, (tmp_path / "out").exists()) == (2, refused, False)

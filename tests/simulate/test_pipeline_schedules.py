@@ -73,16 +73,6 @@ def test_the_order_is_torchs_and_the_same_sizes_are_refused(schedule: str, chunk
     assert compared > 20
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_micro_batch_passes_every_chunk_once_in_each_direction(schedule: str) -> None:
-    size = size_of(schedule, 4, 12)
-    order = operation_order(schedule, size)
-    done = [operation for stage in range(4) for operation in own_operations(order, stage)]
-    every = sorted((chunk, micro_batch) for chunk in range(size.num_chunks) for micro_batch in range(12))
-    for passed in "FB":
-        assert sorted((chunk, number) for letter, chunk, number in done if letter == passed) == every
-
-
 @pytest.mark.parametrize("place", range(len(BUBBLES)))
 def test_the_papers_bubbles_are_reproduced_to_four_decimals_and_of_interleaved_1f1b_to_0_004(place: int) -> None:
     row, chunks = BUBBLES[place], int(THROUGHPUTS[place]["chunks_interleaved"])

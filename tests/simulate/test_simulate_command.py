@@ -28,6 +28,7 @@ TIMES, MODEL = "--forward-ms 10 --backward-ms 15", f"--model {LLAMA_8B_CONFIG} -
         (f"{PIPELINE} --gpu h100", "--gpu has no effect without --model"),
         (f"{PIPELINE} {MODEL} --forward-ms 3", "--forward-ms has no effect with --model"),
         (f"{PIPELINE} {MODEL} --tp 3", "--tp 3 does not work for this model: 3 does not divide its 32 attention heads"),
+        (f"{PIPELINE} {MODEL} --method grpo", "--method grpo generates"),
         (f"{FAILURES} --gpus 100000000", "--gpus is 100000000, expected 1 to 10,000,000"),
         (f"{FAILURES} --failures-per-1000-node-days nan", "--failures-per-1000-node-days is nan"),
         (f"{FAILURES} --restart-minutes -5", "--restart-minutes is -5.0, expected 0 to 100,000"),

@@ -175,11 +175,3 @@ def test_a_reference_of_a_stage_is_held_beside_its_weights_and_runs_before_each_
 def test_a_reward_model_has_a_head_of_one_row_in_its_last_stage_alone(shape: ModelShape) -> None:
     parts = [of_method(shape, "reward").part(FOUR, chunk) for chunk in range(4)]
     assert [[tensor.name for tensor in part.outer][-1:] for part in parts[1:]] == [[], [], ["score.weight"]]
-
-
-def test_a_method_that_generates_has_no_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "pipeline", "--stages", "4", "--micro-batches", "8", "--model", str(LLAMA_8B_CONFIG)]
-    code, _, err = run_command([*words, "--gpu", "h100", "--method", "grpo"], capsys)
-    assert code == 2
-    assert len(err.splitlines()) == 2
-    assert "--method grpo generates" in err

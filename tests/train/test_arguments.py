@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from launching import ROOT, accelerate_launch, attested, attested_ranks, losses, preset_job, torchrun_preset
+from launching import ROOT, attested, losses, preset_job, torchrun_preset
 
 from toolkit.errors import ToolkitError
 from toolkit.train.arguments import LaunchContext, accelerate_launch_arguments, context_of_command
@@ -51,14 +51,6 @@ def test_preset_and_sizes_are_the_launchers(options: list[str], preset: str | No
 @pytest.fixture
 def job(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "1", "--save_strategy", "no", "--save_model", "false", "--output_dir"]
-
-
-@pytest.mark.nightly
-@pytest.mark.launch
-def test_a_deepspeed_preset_is_launched_from_any_working_directory(job: list[str], tmp_path: Path) -> None:
-    ended = accelerate_launch(Path(ZERO2), *job, "run", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert [rank["sharding"] for rank in attested_ranks(tmp_path / "run")] == ["shard_grad_op"] * 2
 
 
 @pytest.mark.launch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.utils.other import get_free_port
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
-from launching import ROOT, accelerate_launch, torchrun_preset
+from launching import ROOT, accelerate_launch
 
 pytestmark = pytest.mark.launch
 
@@ -37,17 +37,6 @@ def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], tmp_path: Path
     trained = losses_of_steps(nodes.out)
     expected = losses_without_interruption("zero2", job, tmp_path / "whole", steps=len(trained))
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
-
-
-@pytest.mark.nightly
-def test_ranks_that_cannot_keep_the_batch_end_the_run_after_its_restarts(job: list[str], tmp_path: Path) -> None:
-    words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
-    ended = torchrun_preset("ddp", *words, options=["--max-restarts", "1"])
-    assert ended.returncode == 1
-    refused = "3 is no multiple of 2 data-parallel ranks × 1 sequences"
-    assert ended.stderr.count(refused) == 2  # attempts; only rank 0 prints it
-    assert "numbers of processes that keep it: 1, 3" in ended.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_reason_is_said_although_another_rank_ends_first(job: list[str], tmp_path: Path) -> None:
