@@ -39,6 +39,7 @@ from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
     find_named,
+    has_own_copy,
     imported_source,
     pinned_below,
     project_source,
@@ -169,6 +170,10 @@ class Document:
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
         return pinned_below(Path(self.path).absolute().parent, library, version) if version else None
+
+    def has_own_copy(self, library: str) -> bool:
+        """Return True where the file's project has the modules of a library itself."""
+        return has_own_copy(Path(self.path).absolute().parent, library)
 
     @property
     def is_guessed(self) -> bool:

@@ -39,6 +39,7 @@ class Match:
     remove: bool = False
     line: int | None = None  # where the place is no key of the document: its line
     level: str | None = None  # where it is not the rule's
+    since: str | None = None  # the version of the library in which it began, where that is not the rule's
 
     @property
     def is_mechanical(self) -> bool:

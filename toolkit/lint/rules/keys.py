@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from toolkit.convert.programs import is_alike
@@ -233,7 +234,8 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
             if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
-                yield _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+                found = _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+                yield replace(found, since="0.17.1" if block in ("bf16", "fp16") else None)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")

@@ -66,8 +66,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 def _older(doc: Document, schema: ProgramSchema) -> str | None:
     """Return what the project asks for where that is an older version of a program."""
-    by_transformers = doc.pinned_below("transformers", "4.56.2") if schema.distribution == "trl" else None
-    return doc.pinned_below(schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
+    return doc.pinned_below(schema.distribution, schema.version)
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:

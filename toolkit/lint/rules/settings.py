@@ -173,6 +173,13 @@ def is_without_trainer(doc: Document) -> bool:
     return trainer_of(doc) is None and has_own_loop(doc.path)
 
 
+def saves(doc: Document) -> bool:
+    """Return False for a file of a command that turns saving off, and whose script does not save either."""
+    reader = doc.named_by
+    is_off = reader is not None and str(reader.get("save_strategy")) in ("no", "False")
+    return reader is None or not is_off or re.search(r"save_(?:model|pretrained)", reader.source) is not None
+
+
 def trainer_of(doc: Document) -> Document | None:
     """Return the Trainer arguments that a JSON or an accelerate YAML is used with, where these are known to be all."""
     reader = doc.named_by
