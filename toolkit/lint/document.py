@@ -62,6 +62,7 @@ ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "
 _COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
 _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
 OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
+SET_BY_SCRIPT = re.compile(rf"\.(?:{_COUNTED_ON})(?:\[[^\]\n]*\])?[ \t]*=(?!=)")
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.
@@ -146,7 +147,8 @@ class Document:
         """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
         names_file = self.call is not None and _named_settings(self.call).endswith(SUFFIXES)
         is_all = self.start is None or (self.start.is_complete and not names_file)
-        return is_all and OWN_DEFAULT.search(self.source) is None
+        is_set = OWN_DEFAULT.search(self.source) or SET_BY_SCRIPT.search(self.reader_source)
+        return is_all and is_set is None
 
     def is_declared(self, name: str) -> bool:
         """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.

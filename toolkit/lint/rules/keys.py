@@ -197,7 +197,8 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
     for name in CLOSED_ARGUMENTS if ours else CLOSED_ARGUMENTS[:3]:
         if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
-            yield from _not_a_word(name, doc.get(name), fields[name].choices, "it raises")
+            for found in _not_a_word(name, doc.get(name), fields[name].choices, "it raises"):
+                yield replace(found, since="5.0.0")  # which has dropped some of them
     trackers = doc.get("report_to") if ours else None
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():

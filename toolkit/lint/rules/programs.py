@@ -118,20 +118,6 @@ def unknown_trl_setting(doc: Document) -> Iterator[Match]:
     return _unknown(doc, "trl")
 
 
-@rule(NOTE, TRAINER, library="trl", fix="nothing, if the script has it")
-def setting_of_a_script(doc: Document) -> Iterator[Match]:
-    """TRL's own commands refuse the setting. A script that trains with TRL may have it, as those of open-r1 and the
-    alignment handbook.
-    """
-    schema = program_schema("trl")
-    if program_of(doc.data) == "trl":
-        for key in schema.unknown(doc.data):
-            is_old = key in TRAINING_ARGUMENTS_REMOVED
-            if not is_old and _is_of_a_script(schema, key) and not doc.is_declared(key):
-                message = f"{schema.named}'s own commands have no `{shorten(key)}`, and refuse it"
-                yield Match(key, message, "remove it, unless your script reads it")
-
-
 @rule(ERROR, AXOLOTL, library="axolotl", fix="the present name, or nothing")
 def unknown_axolotl_setting(doc: Document) -> Iterator[Match]:
     """axolotl silently drops a setting that its schema lacks, unless a plugin of your own reads it."""

@@ -174,10 +174,12 @@ def is_without_trainer(doc: Document) -> bool:
 
 
 def saves(doc: Document) -> bool:
-    """Return False for a file of a command that turns saving off, and whose script does not save either."""
-    reader = doc.named_by
-    is_off = reader is not None and str(reader.get("save_strategy")) in ("no", "False")
-    return reader is None or not is_off or re.search(r"save_(?:model|pretrained)", reader.source) is not None
+    """Return False for a file of a command that turns saving off, and whose script does not save either, and where a
+    trainer of the project saves in a way of its own."""
+    reader = doc.named_by or doc
+    is_off = str(reader.get("save_strategy")) in ("no", "False")
+    is_own = re.search(r"def _?save(?:_model)?\(self", reader.reader_source)
+    return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
 def trainer_of(doc: Document) -> Document | None:

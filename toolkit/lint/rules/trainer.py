@@ -83,10 +83,10 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
         elif name in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
             fix = "no fsdp" if name == "no_shard" else "`full_shard`"
-            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix)
+            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since="5.0.0")
 
 
-@rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
+@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="what the message names", for_every_program=True)
 def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """TRL's GRPO and RLOO raise for these values: a batch holds complete groups of `num_generations` completions, at
     least 2 for GRPO.
@@ -133,7 +133,7 @@ def processes_of(doc: Document) -> int | None:
     return as_int(options.get("num-processes") or in_yaml)
 
 
-@rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
+@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="as many weights as losses")
 def weights_of_losses(doc: Document) -> Iterator[Match]:
     """TRL's DPOConfig refuses `loss_weights` that are not as many as the words of `loss_type`."""
     losses, weights = doc.get("loss_type", "sigmoid"), doc.get("loss_weights")
@@ -177,7 +177,7 @@ def not_indented(doc: Document) -> Iterator[Match]:
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
 
 
-@rule(WARNING, TRAINER, library="transformers", fix="nothing")
+@rule(WARNING, TRAINER, library="transformers", removed_in="5.0.0", fix="nothing")
 def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
     """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
     if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
@@ -203,7 +203,7 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
         yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
 
 
-@rule(NOTE, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
+@rule(NOTE, TRAINER, library="transformers", removed_in="5.0.0", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
@@ -274,7 +274,7 @@ def padding_free_ignored(doc: Document) -> Iterator[Match]:
         yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
 
 
-@rule(ERROR, TRAINER, library="trl", fix="packing: true, or max_length: null")
+@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="packing: true, or max_length: null")
 def padding_free_refused(doc: Document) -> Iterator[Match]:
     """TRL's SFTTrainer refuses `padding_free` with a `max_length` (1,024 by default) unless rows are packed."""
     chosen = is_trl(doc) and as_bool(doc.get("padding_free")) and not any(doc.has(key) for key in DPO_KEYS)
