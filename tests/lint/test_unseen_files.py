@@ -733,6 +733,7 @@ OLD_NAME = f"{TRL}evaluation_strategy: epoch\n"
         ("requirements.txt", "torch==2.1.0\ntorchvision==0.16\n", "note"),
         ("requirements.txt", "torch>=2.1\ntorchvision==0.16\nhuggingface-hub==1.2\n", "error"),
         ("uv.lock", '[[package]]\nname = "transformers"\nversion = "4.51.3"\n', "note"),
+        ("handbook/setup.py", '"huggingface-hub>=0.19.2,<1.0"\n', "note"),  # a part of the project
         ("README.md", "First: pip install transformers==4.44\n", "note"),
         ("README.md", "It is like transformers 4.44\n", "error"),  # nothing is installed
         ("setup.py", '"trl @ git+https://github.com/huggingface/trl.git@69ad852e5654"\n', "note"),  # some version
@@ -740,6 +741,7 @@ OLD_NAME = f"{TRL}evaluation_strategy: epoch\n"
 )
 def test_what_a_project_installs_may_exclude_a_version(name: str, text: str, level: str, tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     (finding,) = [each for each in lint(tmp_path, a__yaml=OLD_NAME) if each.rule == "removed-training-argument"]
     is_fixed = "evaluation_strategy" not in fixed_text(tmp_path / "a.yaml")
@@ -821,3 +823,15 @@ def test_a_platform_may_name_the_head_outside_of_slurm(name: str, options: str, 
     text = f"#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun --nnodes=2 {options} train.py\n"
     findings = lint(tmp_path, **{name: text if "sbatch" in name else text.replace("#SBATCH --nodes=2", "")})
     assert [each.level for each in findings if each.rule == "no-rendezvous"] == [level]
+
+
+@pytest.mark.parametrize(("version", "level"), [("1.11.0", "note"), ("2.6.0", "error")])
+def test_a_library_older_than_what_the_rules_know_makes_an_error_a_note(
+    version: str, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(f"conda install pytorch=={version}\n")
+    (tmp_path / "main.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank')\n"
+    )
+    findings = lint(tmp_path, a__sh="python -m torch.distributed.launch --nproc_per_node 8 main.py\n")
+    assert levels(findings) == {"--local-rank": level}

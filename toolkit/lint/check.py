@@ -30,7 +30,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
@@ -173,7 +173,7 @@ def _is_known(document: Document, rule: LintRule) -> bool:
 
 
 def _message(document: Document, rule: LintRule, match: Match) -> str:
-    if pin := document.pinned_below(rule.library, match.since or rule.removed_in):
+    if pin := _pin(document, rule, match):
         return f"{match.message}; the project asks for {pin}"
     return match.message + (
         f"; the project's own {rule.library} decides" if document.has_own_copy(rule.library) else ""
@@ -182,8 +182,12 @@ def _message(document: Document, rule: LintRule, match: Match) -> str:
 
 def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
     """Return False where the file may be another program's, or the project uses another version of the library."""
-    is_other = document.is_guessed or document.pinned_below(rule.library, match.since or rule.removed_in)
-    return not (is_other or document.has_own_copy(rule.library))
+    return not (document.is_guessed or _pin(document, rule, match) or document.has_own_copy(rule.library))
+
+
+def _pin(document: Document, rule: LintRule, match: Match) -> str | None:
+    """Return what the project asks for where that is a version from before what the rule says."""
+    return document.pinned_below(rule.library, match.since or rule.removed_in or OLDEST_VERSIONS.get(rule.library))
 
 
 def _level(document: Document, rule: LintRule, match: Match) -> str:

@@ -40,6 +40,7 @@ _NEEDS = {
     "transformers": {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"},
     "trl": {"transformers": "4.56.2"},
     "accelerate": {"transformers": "4.31"},  # whose Trainer does not use it yet
+    "llamafactory": {"transformers": "4.41.2"},
 }
 _NEEDS["transformers"] |= {"accelerate": "1.1"}
 # A module of each library: a project that has it reads its files with a copy of its own.
@@ -106,9 +107,16 @@ def _around(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=256)
 def _requirements(folder: Path) -> str:
+    is_project = any((folder / mark).exists() for mark in _MARKS)  # whose parts may have requirements of their own
     files, others = (
         _texts(
-            [file for pattern in patterns for file in sorted(folder.glob(pattern))], max_bytes=MAX_REQUIREMENTS_BYTES
+            [
+                file
+                for pattern in patterns
+                for each in (pattern, f"*/{pattern}")[: 1 + is_project]
+                for file in sorted(folder.glob(each))
+            ],
+            max_bytes=MAX_REQUIREMENTS_BYTES,
         )
         for patterns in (_REQUIREMENTS, _INSTRUCTIONS)
     )

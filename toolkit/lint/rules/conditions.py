@@ -145,7 +145,6 @@ def _rules() -> Iterator[LintRule]:
             library=table["library"],
             fix=str(table["write"]),
             name=name,
-            removed_in=table.get("since"),
             for_every_program=table.get("for_every_program", False),
         )(_check_of(table))
 

@@ -86,7 +86,7 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since="5.0.0")
 
 
-@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="what the message names", for_every_program=True)
+@rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
 def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """TRL's GRPO and RLOO raise for these values: a batch holds complete groups of `num_generations` completions, at
     least 2 for GRPO.
@@ -133,7 +133,7 @@ def processes_of(doc: Document) -> int | None:
     return as_int(options.get("num-processes") or in_yaml)
 
 
-@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="as many weights as losses")
+@rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
 def weights_of_losses(doc: Document) -> Iterator[Match]:
     """TRL's DPOConfig refuses `loss_weights` that are not as many as the words of `loss_type`."""
     losses, weights = doc.get("loss_type", "sigmoid"), doc.get("loss_weights")
@@ -274,7 +274,7 @@ def padding_free_ignored(doc: Document) -> Iterator[Match]:
         yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
 
 
-@rule(ERROR, TRAINER, library="trl", removed_in="0.20.0", fix="packing: true, or max_length: null")
+@rule(ERROR, TRAINER, library="trl", fix="packing: true, or max_length: null")
 def padding_free_refused(doc: Document) -> Iterator[Match]:
     """TRL's SFTTrainer refuses `padding_free` with a `max_length` (1,024 by default) unless rows are packed."""
     chosen = is_trl(doc) and as_bool(doc.get("padding_free")) and not any(doc.has(key) for key in DPO_KEYS)
