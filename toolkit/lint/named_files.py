@@ -130,7 +130,7 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
     A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one. What
     excludes a library that it needs excludes it too.
     """
-    needs = {library: version, **_NEEDS.get(library, {})}
+    needs = {"(?:py)?torch" if library == "torch" else library: version, **_NEEDS.get(library, {})}
     for place in _around(folder):
         for name, least in needs.items():
             limit, pattern = (*version_numbers(least), 0, 0)[:3], rf"(?<![\w./-])({name}){_SPECIFIER}"
