@@ -835,3 +835,10 @@ def test_a_library_older_than_what_the_rules_know_makes_an_error_a_note(
     )
     findings = lint(tmp_path, a__sh="python -m torch.distributed.launch --nproc_per_node 8 main.py\n")
     assert levels(findings) == {"--local-rank": level}
+
+
+@pytest.mark.parametrize(("option", "level"), [("--config_file", "note"), ("--data", "warning")])
+def test_an_option_that_a_script_has_too_may_stand_behind_its_name(option: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import argparse\nargparse.ArgumentParser().add_argument('{option}')\n")
+    findings = lint(tmp_path, a__sh="accelerate launch train.py --config_file models/a.yaml\n")
+    assert levels(findings)["--config_file"] == level
