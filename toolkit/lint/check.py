@@ -195,7 +195,7 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
     level = match.level or rule.level
     if not _is_certain(document, rule, match):
         return NOTE
-    if document.kind == TRAINER and document.call is None and has_own_loop(document.path):
+    if document.kind == TRAINER and document.call is None and has_own_loop(Path(document.path).absolute().parent):
         return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
         return level

@@ -167,7 +167,8 @@ class Document:
     def is_read(self, name: str) -> bool:
         """Return True for a setting that the script, or the project, reads by this name."""
         pattern = rf"{READS}|\.NAME\b" if "_" in name else READS  # a name of several words is hardly another thing's
-        return re.search(pattern.replace("NAME", re.escape(name)), self.reader_source) is not None
+        source = self.reader_source
+        return name in source and re.search(pattern.replace("NAME", re.escape(name)), source) is not None
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""

@@ -170,7 +170,7 @@ def level_for_trainer(doc: Document) -> str | None:
 
 def is_without_trainer(doc: Document) -> bool:
     """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
-    return trainer_of(doc) is None and has_own_loop(doc.path)
+    return trainer_of(doc) is None and has_own_loop(Path(doc.path).absolute().parent)
 
 
 def saves(doc: Document) -> bool:
