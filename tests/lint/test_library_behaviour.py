@@ -159,8 +159,8 @@ NOT_SHOWN = {
     *("remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
     "max-live-parameters-zero",
     # of SLURM, and of two jobs at once
-    *("only-first-node", "launcher-per-gpu", "fixed-port", "signal-to-batch-shell"),
-    *("requeued-from-start", "waits-for-lost-node", "elastic-shared-store"),
+    *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell"),
+    *("waits-for-lost-node", "elastic-shared-store"),
 }
 
 

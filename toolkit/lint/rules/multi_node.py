@@ -247,11 +247,9 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs
 
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
-LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
-FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -314,17 +312,6 @@ def no_such_port(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
 
 
-@rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")
-def fixed_port(doc: Document) -> Iterator[Match]:
-    """Of two jobs that share a node and port, the second fails or joins the first."""
-    for call in several(doc):
-        for name in PORT_OPTIONS if is_static(call) else PORT_OPTIONS[:1]:
-            value = call.options.get(name) or ""
-            if FIXED_PORT.fullmatch(value) and value.rpartition(":")[2] != "0":
-                fix = "`PORT=$((20000 + SLURM_JOB_ID % 10000))`"
-                yield Match(f"--{name}", f"every job uses port {value.rpartition(':')[2]}", fix, line=call.line)
-
-
 @rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")
 def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
     """`--signal=B:...` goes to the batch shell alone, and reaches the ranks through a trap. Other signals than TERM end
@@ -338,18 +325,6 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
 
 def _requeues(script: JobScript) -> bool:
     return "requeue" in script.directives or script.mentions(r"\bscontrol\s+requeue\b")
-
-
-@rule(NOTE, SBATCH, library="slurm", fix="--resume_from_checkpoint latest, unless the script looks for it")
-def requeued_from_start(doc: Document) -> Iterator[Match]:
-    """A requeued job runs its script from the first line: without an argument that resumes, training starts at step 0,
-    unless the training script looks for its checkpoint.
-    """
-    script = doc.script
-    if script.launches and _requeues(script) and not script.mentions(LOOKS_FOR_CHECKPOINT):
-        message = "a requeued job trains again from step 0, unless its script looks for the last checkpoint"
-        fix = "`--resume_from_checkpoint latest`"
-        yield Match("--resume_from_checkpoint", message, fix, line=script.launches[0].line)
 
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
