@@ -158,7 +158,7 @@ def test_the_smallest_number_of_processes_that_makes_full_groups_is_named(name: 
 def test_what_holds_for_one_model_or_some_versions_is_a_note_of_its_own() -> None:
     assert [each.rule for each in found("c73_zero3_init_false.yaml")] == ["whole-model-on-each-rank"]
     notes = [each for each in found("c01_fsdp_doc_layer_class.yaml") if each.level == "note"]
-    assert [each.rule for each in notes] == ["fsdp1-by-omission", "layer-class-of-one-model", "machine-facts"]
+    assert [each.rule for each in notes] == ["fsdp1-by-omission", "layer-class-of-one-model"]
 
 
 # -- what is certain

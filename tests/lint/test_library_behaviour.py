@@ -156,11 +156,11 @@ FOUND_IN_SOURCE = {
 NOT_INSTALLED = {"axolotl", "llamafactory", "ms-swift", "verl", "openrlhf"}
 # Properties of a cluster or a policy, and costs that are measured elsewhere.
 NOT_SHOWN = {
-    *("machine-facts", "remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
+    *("remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
     "max-live-parameters-zero",
     # of SLURM, and of two jobs at once
-    *("only-first-node", "launcher-per-gpu", "fixed-port", "killed-at-limit", "signal-to-batch-shell"),
-    *("never-requeued", "requeued-from-start", "waits-for-lost-node", "elastic-shared-store"),
+    *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell"),
+    *("waits-for-lost-node", "elastic-shared-store"),
 }
 
 
@@ -255,12 +255,11 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {
         "fixed-rendezvous-id",
         "elastic-without-restarts",
-        "short-shutdown",
         "refused-by-trainer",
         "refused-alone",
     }
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
-    own_tests |= {"unknown-trl-setting", "setting-of-a-script"}  # by the schema of TRL
+    own_tests |= {"unknown-trl-setting"}  # by the schema of TRL
     own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {"lost-line", "typographic-quotes", "not-exported", "number-as-text", "not-indented"}

@@ -107,8 +107,6 @@ CASES = [
          "distributed_type: MULTI_GPU\nuse_cpu: true\n", 1),
     Case("starts-one-process", 'distributed_type: "NO"\nnum_processes: 8\n',
          'distributed_type: "NO"\nnum_processes: 1\n', 1),
-    Case("machine-facts", "distributed_type: MULTI_GPU\nnum_processes: 8\n",
-         "distributed_type: MULTI_GPU\nnum_machines: 1\ngpu_ids: all\n", 2),
     Case("unquoted-no", "distributed_type: MULTI_GPU\nmixed_precision: no\n",
          'distributed_type: MULTI_GPU\nmixed_precision: "no"\n', 2,
          fixed='distributed_type: MULTI_GPU\nmixed_precision: "no"\n'),

@@ -116,16 +116,7 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("elastic-shared-store", changed(ELASTIC, "STORE=1", "STORE=0"), ELASTIC, 9, JOB),
     ("only-first-node", changed(GOOD, "srun --kill-on-bad-exit=1 ", ""), GOOD, 8, JOB),
     ("launcher-per-gpu", changed(GOOD, "--ntasks-per-node=1", "--ntasks-per-node=8"), GOOD, 3, JOB),
-    ("fixed-port", changed(GOOD, '"$HEAD:$PORT"', '"$HEAD:29500"'), GOOD, 8, JOB),
-    ("killed-at-limit",
-     changed(
-         changed(GOOD, "#SBATCH --signal=TERM@300\n", "#SBATCH --time=60\n"), " --resume_from_checkpoint latest", ""
-     ),
-     GOOD, 4, JOB),
     ("signal-to-batch-shell", changed(GOOD, "TERM@300", "B:TERM@300"), GOOD, 4, JOB),
-    ("never-requeued", changed(GOOD, "#SBATCH --requeue\n", ""), GOOD, 4, JOB),
-    ("requeued-from-start", changed(GOOD, " --resume_from_checkpoint latest", ""), GOOD, 8, JOB),
-    ("short-shutdown", changed(GOOD, " --shutdown-timeout 270", ""), GOOD, 8, JOB),
     ("waits-for-lost-node", changed(GOOD, "--kill-on-bad-exit=1 ", ""), GOOD, 8, JOB),
     ("no-rendezvous", changed(GOOD, '--rdzv-endpoint "$HEAD:$PORT"', '--master-addr "$HEAD"'), GOOD, 8, JOB),
     ("rank-of-first-node", EXPANDED,

@@ -20,8 +20,6 @@ PROGRAM_CASES = [
      f"{TRL_SFT}max_completion_length: 8\nvllm_mode: colocate\n", 5, None),
     ("unknown-trl-setting", f"{TRL_SFT}gradient_checkpointing_kwargs:\nuse_reentrant: false\n",
      f"{TRL_SFT}gradient_checkpointing_kwargs:\n  use_reentrant: false\n", 5, None),
-    ("setting-of-a-script", f"{TRL_SFT}dataset_mixture: {{datasets: []}}\n",
-     f"{TRL_SFT}datasets: []\nenv: {{A: b}}\naccelerate_config: zero3\nnum_processes: 2\n", 4, None),
     ("unknown-axolotl-setting", f"{AXOLOTL}gradient_clipping: 1.0\n", f"{AXOLOTL}max_grad_norm: 1.0\n{FSDP}", 4,
      f"{AXOLOTL}max_grad_norm: 1.0\n"),
     ("unknown-axolotl-setting", f"{AXOLOTL}fsdp_config:\n  ofload_params: true\n",

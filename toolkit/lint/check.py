@@ -30,7 +30,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import NOTE, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
@@ -173,16 +173,29 @@ def _is_known(document: Document, rule: LintRule) -> bool:
 
 
 def _message(document: Document, rule: LintRule, match: Match) -> str:
-    pin = document.pinned_below(rule.library, rule.removed_in)
-    return f"{match.message}; the project asks for {pin}" if pin else match.message
+    if pin := _pin(document, rule, match):
+        return f"{match.message}; the project asks for {pin}"
+    return match.message + (
+        f"; the project's own {rule.library} decides" if document.has_own_copy(rule.library) else ""
+    )
+
+
+def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
+    """Return False where the file may be another program's, or the project uses another version of the library."""
+    return not (document.is_guessed or _pin(document, rule, match) or document.has_own_copy(rule.library))
+
+
+def _pin(document: Document, rule: LintRule, match: Match) -> str | None:
+    """Return what the project asks for where that is a version from before what the rule says."""
+    return document.pinned_below(rule.library, match.since or rule.removed_in or OLDEST_VERSIONS.get(rule.library))
 
 
 def _level(document: Document, rule: LintRule, match: Match) -> str:
     """Return a finding's level: who reads a file, and at which version, decides whether an error is one."""
     level = match.level or rule.level
-    if document.is_guessed or document.pinned_below(rule.library, rule.removed_in):
+    if not _is_certain(document, rule, match):
         return NOTE
-    if document.kind == TRAINER and document.call is None and has_own_loop(document.path):
+    if document.kind == TRAINER and document.call is None and has_own_loop(Path(document.path).absolute().parent):
         return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
         return level
@@ -212,8 +225,8 @@ def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
-        certain = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
-        matches = [match for rule, match in certain if not document.pinned_below(rule.library, rule.removed_in)]
+        known = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
+        matches = [match for rule, match in known if _is_certain(document, rule, match)]
         changed = apply_fixes(document, matches)
         if changed == document.text:
             break

@@ -39,6 +39,7 @@ from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     declares,
     find_named,
+    has_own_copy,
     imported_source,
     pinned_below,
     project_source,
@@ -62,6 +63,7 @@ ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "
 _COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
 _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
 OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
+SET_BY_SCRIPT = re.compile(rf"\.(?:{_COUNTED_ON})(?:\[[^\]\n]*\])?[ \t]*=(?!=)")
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.
@@ -146,7 +148,8 @@ class Document:
         """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
         names_file = self.call is not None and _named_settings(self.call).endswith(SUFFIXES)
         is_all = self.start is None or (self.start.is_complete and not names_file)
-        return is_all and OWN_DEFAULT.search(self.source) is None
+        is_set = OWN_DEFAULT.search(self.source) or SET_BY_SCRIPT.search(self.reader_source)
+        return is_all and is_set is None
 
     def is_declared(self, name: str) -> bool:
         """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.
@@ -165,11 +168,16 @@ class Document:
     def is_read(self, name: str) -> bool:
         """Return True for a setting that the script, or the project, reads by this name."""
         pattern = rf"{READS}|\.NAME\b" if "_" in name else READS  # a name of several words is hardly another thing's
-        return re.search(pattern.replace("NAME", re.escape(name)), self.reader_source) is not None
+        source = self.reader_source
+        return name in source and re.search(pattern.replace("NAME", re.escape(name)), source) is not None
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
         return pinned_below(Path(self.path).absolute().parent, library, version) if version else None
+
+    def has_own_copy(self, library: str) -> bool:
+        """Return True where the file's project has the modules of a library itself."""
+        return has_own_copy(Path(self.path).absolute().parent, library)
 
     @property
     def is_guessed(self) -> bool:

@@ -26,6 +26,13 @@ CHECKED_VERSIONS = {
 }
 
 
+# The versions from which on what the rules say is known to hold, where a rule does not name its own.
+OLDEST_VERSIONS = {
+    **{"accelerate": "0.23.0", "deepspeed": "0.8.0", "transformers": "4.31.0", "torch": "2.0.0", "trl": "0.20.0"},
+    **{"llamafactory": "0.9.0", "axolotl": "0.10.0", "ms-swift": "4.0.0", "verl": "0.5.0", "openrlhf": "0.9.0"},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """One place in a document where a rule applies; `rename`, `value` and `remove` are a fix without a decision."""
@@ -39,6 +46,7 @@ class Match:
     remove: bool = False
     line: int | None = None  # where the place is no key of the document: its line
     level: str | None = None  # where it is not the rule's
+    since: str | None = None  # the version of the library in which it began, where that is not the rule's
 
     @property
     def is_mechanical(self) -> bool:

@@ -42,6 +42,7 @@ _LAUNCHERS = {
 PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift", "verl", "openrlhf")  # launchers that train themselves
 _NOT_STARTED = re.compile(
     r"^\s*(?:echo|printf|pip3?|conda|which|type|pkill|pgrep|killall|grep|sed|awk|\$\{?SED)\b|\bcommand\s+-v\s+\S*$"
+    r"|[\"'][ \t]*--?\w[^\"']*$|^[ \t]*cat[ \t]*<<[^>|\n]*\n"  # a string of options, and a text for people
 )
 # A string inside of a string. As an empty one and a string it has the same length and stays a part of its word.
 _ESCAPED_STRING = re.compile(r'\\"((?:[^"\\]|\\[^"])*)\\"')

@@ -20,16 +20,43 @@ from toolkit.versions import version_numbers
 
 MAX_PATH_LENGTH = 1024
 MAX_LEVELS = 12
-MAX_SOURCES, MAX_SOURCE_BYTES = 1000, 200_000
+MAX_SOURCES, MAX_SOURCE_BYTES, MAX_REQUIREMENTS_BYTES = 1000, 200_000, 2_000_000
 _PARSER = re.compile(r"\b(?:HfArgument|H4Argument|Argument|Trl)Parser[\[()]|\bty(?:per|ro)\.|\bfire\.Fire\(|@click\.")
-_LOOP = re.compile(r"\bAccelerator\(|\bdeepspeed\.initialize\(")
 _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
-_REQUIREMENTS = ("requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
+_REQUIREMENTS = ("*requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
+_INSTRUCTIONS = (
+    "README*",
+    "*install*.sh",
+    "*setup*.sh",
+    "*env*.sh",
+    "Makefile",
+)  # of which the lines that install count
+# What a version of a library cannot be used with: older versions of these.
+_NEEDS = {
+    "transformers": {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"},
+    "trl": {"transformers": "4.56.2"},
+    "accelerate": {"transformers": "4.31"},  # whose Trainer does not use it yet
+    "llamafactory": {"transformers": "4.41.2"},
+}
+_NEEDS["transformers"] |= {"accelerate": "1.1"}
+# A module of each library: a project that has it reads its files with a copy of its own.
+_OWN_COPIES = {
+    "transformers": "transformers/training_args.py",
+    "trl": "trl/trainer/",
+    "accelerate": "accelerate/commands/",
+    "deepspeed": "deepspeed/runtime/",
+    "llamafactory": "(?:llamafactory|llmtuner)/(?:hparams|extras)/",
+    "axolotl": "axolotl/(?:utils|cli)/",
+    "ms-swift": "swift/(?:llm|trainers|arguments|utils)/",
+    "verl": "verl/(?:trainer|workers)/",
+    "openrlhf": "openrlhf/(?:cli|trainer)/",
+}
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
-_SPECIFIER = r"(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@)?([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*)"
+_SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
+_SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
@@ -79,23 +106,39 @@ def _around(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=256)
 def _requirements(folder: Path) -> str:
-    return _texts([file for pattern in _REQUIREMENTS for file in sorted(folder.glob(pattern))])
+    is_project = any((folder / mark).exists() for mark in _MARKS)  # whose parts may have requirements of their own
+    files, others = (
+        _texts(
+            [
+                file
+                for pattern in patterns
+                for each in (pattern, f"*/{pattern}")[: 1 + is_project]
+                for file in sorted(folder.glob(each))
+            ],
+            max_bytes=MAX_REQUIREMENTS_BYTES,
+        )
+        for patterns in (_REQUIREMENTS, _INSTRUCTIONS)
+    )
+    return "\n".join((files, *re.findall(r"^.*(?:\binstall|==).*$", others, re.MULTILINE)))
 
 
 @functools.lru_cache(maxsize=256)
 def pinned_below(folder: Path, library: str, version: str) -> str | None:
     """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
 
-    A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one.
+    A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one. What
+    excludes a library that it needs excludes it too.
     """
-    limit = (*version_numbers(version), 0, 0)[:3]
+    needs = {"(?:py)?torch" if library == "torch" else library: version, **_NEEDS.get(library, {})}
     for place in _around(folder):
-        for found in re.finditer(rf"(?<![\w./-]){library}{_SPECIFIER}", _requirements(place), re.IGNORECASE):
-            bounds = _BOUND.findall(found[1].replace(" ", ""))
-            for sign, number in bounds or ([("==", "0")] if found[1].isalnum() else []):
-                bound = (*version_numbers(number), 0, 0)[:3]
-                if bound < limit or (sign == "<" and bound == limit):
-                    return f"{library} {found[1].strip(' ,')}"
+        for name, least in needs.items():
+            limit, pattern = (*version_numbers(least), 0, 0)[:3], rf"(?<![\w./-])({name}){_SPECIFIER}"
+            for found in re.finditer(pattern, _requirements(place), re.IGNORECASE):
+                is_commit = re.fullmatch("[0-9a-f]{7,40}", found[2])
+                for sign, number in [("==", "0")] if is_commit else _BOUND.findall(found[2].replace(" ", "")):
+                    bound = (*version_numbers(number), 0, 0)[:3]
+                    if bound < limit or (sign == "<" and bound == limit):
+                        return f"{found[1]} {found[2].strip(' ,')}"
         if (place / ".git").exists():
             break
     return None
@@ -103,7 +146,7 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    for each in (project_files, project_source, has_own_loop, _requirements, pinned_below):
+    for each in (project_files, project_source, has_own_loop, has_own_copy, _requirements, pinned_below):
         each.cache_clear()
 
 
@@ -114,15 +157,25 @@ def project_source(folder: Path, *parts: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def has_own_loop(path: str) -> bool:
-    """Return True where the Python files nearest to a file train with accelerate or DeepSpeed, without a Trainer."""
-    places = Path(path).absolute().parents[:MAX_LEVELS]
+def has_own_loop(folder: Path) -> bool:
+    """Return True where the Python files nearest to a folder train with accelerate or DeepSpeed, without a Trainer."""
+    places = (folder, *folder.parents)[:MAX_LEVELS]
     files = project_files(places[0])
     for place in places if files else ():
         source = _texts([each for each in files if place in each.parents])
-        if found := _TRAINER.search(source) or _LOOP.search(source):
-            return found.re is _LOOP
+        # The words first: a pattern takes seconds in the sources of many projects.
+        if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
+            return False
+        if "Accelerator(" in source or "deepspeed.initialize(" in source:
+            return True
     return False
+
+
+@functools.lru_cache(maxsize=256)
+def has_own_copy(folder: Path, library: str) -> bool:
+    """Return True where a project has a library's own modules, of whatever version."""
+    mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
+    return library in _OWN_COPIES and any(mark.search(str(each)) for each in project_files(folder))
 
 
 def imported_source(source: str, folder: Path) -> str:
@@ -132,11 +185,11 @@ def imported_source(source: str, folder: Path) -> str:
     return _texts([each for each in project_files(folder) if str(each).endswith(names)])
 
 
-def _texts(files: Sequence[Path]) -> str:
+def _texts(files: Sequence[Path], *, max_bytes: int = MAX_SOURCE_BYTES) -> str:
     texts = []
     for file in files[:MAX_SOURCES]:
         with contextlib.suppress(OSError):
-            texts.append(file.read_bytes()[:MAX_SOURCE_BYTES].decode(errors="replace"))
+            texts.append(file.read_bytes()[:max_bytes].decode(errors="replace"))
     return "\n".join(texts)
 
 
@@ -158,4 +211,5 @@ def declares(source: str, name: str) -> bool:
     """Return True where a source has a field of a dataclass, or an option of a parser, of that name, or pops it."""
     field, option = re.escape(name), re.escape(name).replace("_", "[-_]")
     pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
-    return re.search(pattern, source, re.MULTILINE) is not None
+    is_there = name in source or name.replace("_", "-") in source
+    return is_there and re.search(pattern, source, re.MULTILINE) is not None

@@ -26,15 +26,6 @@ from toolkit.lint.rules.settings import (
 )
 from toolkit.parallel.layout import PARALLEL_KEY
 
-# Keys that fit a single cluster only, and the value of each that is portable.
-MACHINE_FACTS: dict[str, object] = {
-    "num_processes": None,
-    "num_machines": 1,
-    "machine_rank": 0,
-    "main_process_ip": None,
-    "main_process_port": None,
-    "gpu_ids": "all",
-}
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
 ENGINES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 # Keys with a value `no`, which YAML reads as false unless it is quoted.
@@ -50,15 +41,6 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
         count = f"num_processes is {processes}, but" if processes else "any --num_processes is ignored:"
         fix = "`num_processes: 1`" if kind == "NO" else "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
         yield Match("distributed_type", f"{count} distributed_type {kind} starts one process", fix)
-
-
-@rule(NOTE, ACCELERATE, library="accelerate", fix="the launcher's flags, for example --num_processes")
-def machine_facts(doc: Document) -> Iterator[Match]:
-    """The file works on one cluster only; elsewhere it starts the wrong number of processes."""
-    found = [key for key, portable in MACHINE_FACTS.items() if doc.get(key) not in (None, portable)]
-    if found:
-        settings = ", ".join(f"{key.rpartition('.')[2]} {shorten(doc.get(key))}" for key in found)
-        yield Match(found[0], f"specific to one cluster: {settings}", "pass them on the command line")
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')

@@ -155,7 +155,7 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{shorten(path)} is on {mount.filesystem}, in host memory", "a local disk")
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="stage3_prefetch_bucket_size: 0")
+@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="stage3_prefetch_bucket_size: 0")
 def nvme_prefetch(doc: Document) -> Iterator[Match]:
     """Parameters on NVMe fail in the second step with prefetch (`already assigned swap buffer`), the default, also of
     `auto`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from toolkit.convert.programs import is_alike
@@ -196,7 +197,8 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
     for name in CLOSED_ARGUMENTS if ours else CLOSED_ARGUMENTS[:3]:
         if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
-            yield from _not_a_word(name, doc.get(name), fields[name].choices, "it raises")
+            for found in _not_a_word(name, doc.get(name), fields[name].choices, "it raises"):
+                yield replace(found, since="5.0.0")  # which has dropped some of them
     trackers = doc.get("report_to") if ours else None
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
@@ -233,7 +235,8 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
             if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
-                yield _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+                found = _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+                yield replace(found, since="0.17.1" if block in ("bf16", "fp16") else None)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")

@@ -121,8 +121,10 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
             unread = [f"--{name}" for name in ("master-addr", "master-port") if name in call.options]
             message = "each node waits for the others at its own localhost"
             message += f": {call.options.get('rdzv-backend')} does not read {' and '.join(unread)}" if unread else ""
-            fix = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT`"
-            yield Match("--rdzv-endpoint", message, fix, line=call.line)
+            fix, level = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT`", None
+            if not unread and doc.kind != SBATCH:
+                message, level = f"{message}, unless a platform sets PET_MASTER_ADDR", NOTE
+            yield Match("--rdzv-endpoint", message, fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d, which gives each node its rank")
@@ -245,11 +247,9 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs
 
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
-LOOKS_FOR_CHECKPOINT = r"(?i)resume|checkpoint-|\bckpt|--load\b|latest|last_?check"
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
-FIXED_PORT = re.compile(r"(?:.*:)?[0-9]{2,5}")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -312,29 +312,6 @@ def no_such_port(doc: Document) -> Iterator[Match]:
             yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
 
 
-@rule(NOTE, SBATCH, library="torch", fix="a port from the job's id")
-def fixed_port(doc: Document) -> Iterator[Match]:
-    """Of two jobs that share a node and port, the second fails or joins the first."""
-    for call in several(doc):
-        for name in PORT_OPTIONS if is_static(call) else PORT_OPTIONS[:1]:
-            value = call.options.get(name) or ""
-            if FIXED_PORT.fullmatch(value) and value.rpartition(":")[2] != "0":
-                fix = "`PORT=$((20000 + SLURM_JOB_ID % 10000))`"
-                yield Match(f"--{name}", f"every job uses port {value.rpartition(':')[2]}", fix, line=call.line)
-
-
-@rule(NOTE, SBATCH, library="slurm", fix="save_steps, and an argument that resumes in the next job")
-def killed_at_limit(doc: Document) -> Iterator[Match]:
-    """SLURM sends SIGTERM at the time limit, and SIGKILL 30 s later. A plain Trainer saves nothing then. `#SBATCH
-    --signal` helps ranks that save on it, as under `-m toolkit.observe`.
-    """
-    script = doc.script
-    if script.launches and "signal" not in script.directives and not script.mentions(LOOKS_FOR_CHECKPOINT):
-        message = "what was trained since the last checkpoint is lost at the time limit"
-        fix = "`--save_steps`, and resume in the next job"
-        yield Match("--signal", message, fix, line=script.directives.get("time", ("", script.launches[0].line))[1])
-
-
 @rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")
 def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
     """`--signal=B:...` goes to the batch shell alone, and reaches the ranks through a trap. Other signals than TERM end
@@ -346,43 +323,8 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
         yield Match("--signal", f"{value} never reaches the ranks", fix, line=line)
 
 
-@rule(NOTE, SBATCH, library="slurm", fix="#SBATCH --requeue, and scontrol requeue after a signal")
-def never_requeued(doc: Document) -> Iterator[Match]:
-    """The job ends after its signal, and nothing starts it again."""
-    script = doc.script
-    if (
-        script.launches
-        and "signal" in script.directives
-        and not (_requeues(script) or "no-requeue" in script.directives)
-    ):
-        message = "the job ends after its signal, and is not put back into the queue"
-        fix = '`#SBATCH --requeue` and `scontrol requeue "$SLURM_JOB_ID"`; `--no-requeue` if that is meant'
-        yield Match("--requeue", message, fix, line=script.directives["signal"][1])
-
-
 def _requeues(script: JobScript) -> bool:
     return "requeue" in script.directives or script.mentions(r"\bscontrol\s+requeue\b")
-
-
-@rule(NOTE, SBATCH, library="slurm", fix="--resume_from_checkpoint latest, unless the script looks for it")
-def requeued_from_start(doc: Document) -> Iterator[Match]:
-    """A requeued job runs its script from the first line: without an argument that resumes, training starts at step 0,
-    unless the training script looks for its checkpoint.
-    """
-    script = doc.script
-    if script.launches and _requeues(script) and not script.mentions(LOOKS_FOR_CHECKPOINT):
-        message = "a requeued job trains again from step 0, unless its script looks for the last checkpoint"
-        fix = "`--resume_from_checkpoint latest`"
-        yield Match("--resume_from_checkpoint", message, fix, line=script.launches[0].line)
-
-
-@rule(NOTE, SBATCH, library="torch", fix="--shutdown-timeout above the time of a save")
-def short_shutdown(doc: Document) -> Iterator[Match]:
-    """torchrun kills its ranks 30 s after its own SIGTERM, in the middle of a longer save."""
-    for call in calls(doc, "torchrun") if "signal" in doc.script.directives else ():
-        if "shutdown-timeout" not in call.options:
-            fix = "`--shutdown-timeout 240`, less than the seconds of `--signal`"
-            yield Match("--shutdown-timeout", "ranks have 30 s to save after the signal", fix, line=call.line)
 
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")

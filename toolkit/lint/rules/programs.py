@@ -66,8 +66,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 def _older(doc: Document, schema: ProgramSchema) -> str | None:
     """Return what the project asks for where that is an older version of a program."""
-    by_transformers = doc.pinned_below("transformers", "4.56.2") if schema.distribution == "trl" else None
-    return doc.pinned_below(schema.distribution, schema.version) or by_transformers  # which TRL 1 needs
+    return doc.pinned_below(schema.distribution, schema.version)
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
@@ -117,20 +116,6 @@ def unknown_trl_setting(doc: Document) -> Iterator[Match]:
     version.
     """
     return _unknown(doc, "trl")
-
-
-@rule(NOTE, TRAINER, library="trl", fix="nothing, if the script has it")
-def setting_of_a_script(doc: Document) -> Iterator[Match]:
-    """TRL's own commands refuse the setting. A script that trains with TRL may have it, as those of open-r1 and the
-    alignment handbook.
-    """
-    schema = program_schema("trl")
-    if program_of(doc.data) == "trl":
-        for key in schema.unknown(doc.data):
-            is_old = key in TRAINING_ARGUMENTS_REMOVED
-            if not is_old and _is_of_a_script(schema, key) and not doc.is_declared(key):
-                message = f"{schema.named}'s own commands have no `{shorten(key)}`, and refuse it"
-                yield Match(key, message, "remove it, unless your script reads it")
 
 
 @rule(ERROR, AXOLOTL, library="axolotl", fix="the present name, or nothing")

@@ -170,7 +170,16 @@ def level_for_trainer(doc: Document) -> str | None:
 
 def is_without_trainer(doc: Document) -> bool:
     """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
-    return trainer_of(doc) is None and has_own_loop(doc.path)
+    return trainer_of(doc) is None and has_own_loop(Path(doc.path).absolute().parent)
+
+
+def saves(doc: Document) -> bool:
+    """Return False for a file of a command that turns saving off, and whose script does not save either, and where a
+    trainer of the project saves in a way of its own."""
+    reader = doc.named_by or doc
+    is_off = str(reader.get("save_strategy")) in ("no", "False")
+    is_own = re.search(r"def _?save(?:_model)?\(self", reader.reader_source)
+    return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
 def trainer_of(doc: Document) -> Document | None:

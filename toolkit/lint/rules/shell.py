@@ -225,10 +225,14 @@ def behind_the_script(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches if doc.script.text else ():
         options = launcher_tables()["launcher_options"].get(call.tool, ())
         names = [name for name in call.arguments if name in options and name.replace("_", "-") not in call.options]
-        shared = launcher_tables()["shared_options"].get(call.tool, ())
+        shared, source = (
+            launcher_tables()["shared_options"].get(call.tool, ()),
+            "\n".join(source_of(call.script or "", doc.path)),
+        )
         for name in [*names, *(name for name in call.arguments if names and name in shared)]:
-            message = f"{call.script} gets --{name}, {call.tool} does not"
-            yield Match(f"--{name}", message, f"write it in front of {call.script}", line=call.arguments[name][1])
+            message, level = f"{call.script} gets --{name}, {call.tool} does not", NOTE if name in source else None
+            fix, line = f"write it in front of {call.script}", call.arguments[name][1]
+            yield Match(f"--{name}", message, fix, line=line, level=level)  # the script has one of that name too
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="--include localhost:2,3")

@@ -83,7 +83,7 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
         elif name in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
             fix = "no fsdp" if name == "no_shard" else "`full_shard`"
-            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix)
+            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since="5.0.0")
 
 
 @rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
@@ -177,7 +177,7 @@ def not_indented(doc: Document) -> Iterator[Match]:
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
 
 
-@rule(WARNING, TRAINER, library="transformers", fix="nothing")
+@rule(WARNING, TRAINER, library="transformers", removed_in="5.0.0", fix="nothing")
 def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
     """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
     if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
@@ -203,7 +203,7 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
         yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
 
 
-@rule(NOTE, TRAINER, library="transformers", fix="fsdp: true, and the rest in fsdp_config")
+@rule(NOTE, TRAINER, library="transformers", removed_in="5.0.0", fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
