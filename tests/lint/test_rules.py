@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from job_scripts import SCRIPT_CASES
 from program_files import PROGRAM_CASES
-from refused_arguments import ALONE, REFUSED, REFUSED_BY_GRPO
+from refused_arguments import (
+    ALONE,
+    REFUSED,
+    REFUSED_BY_DEEPSPEED,
+    REFUSED_BY_GRPO,
+    REFUSED_BY_PEFT,
+    WORDS_OF_DEEPSPEED,
+)
 
 from toolkit.hardware.disks import Mount
 from toolkit.lint.check import fixed_text, lint_paths
@@ -197,6 +204,12 @@ CASES = [
     *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-grpo",
            f"output_dir: out\n{bad}max_completion_length: 9\n",
            f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
+    *(Case("refused-by-deepspeed", bad, good, 2, "ds.json") for bad, good in REFUSED_BY_DEEPSPEED),
+    *(Case("unknown-word", bad, good, 2, "ds.json") for bad, good in WORDS_OF_DEEPSPEED),
+    *(Case("refused-by-peft", f"{SFT}use_peft: true\n{bad}", f"{SFT}use_peft: true\n{good}", 5)
+      for bad, good in REFUSED_BY_PEFT),
+    Case("auto-is-kept", '{"train_batch_size": "auto", "zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}',
+         zero(3, reduce_bucket_size="auto") , 2, "ds.json"),
     Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
          "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),
     Case("weights-of-losses", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",
@@ -326,6 +339,8 @@ CASES = [
          "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
          deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'
          ' "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'),
+    Case("no-batch-size", "deepspeed: ds.json\noutput_dir: out\nbf16: true\n", "output_dir: out\nbf16: true\n",
+         None, deepspeed_json='{"zero_optimization": {"stage": 2}}'),
 ]  # fmt: skip
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]
@@ -342,7 +357,7 @@ def written(folder: Path, case: Case, text: str) -> Path:
 
 
 def findings(path: Path, rule: str) -> list[Finding]:
-    return [each for each in lint_paths([path]).findings if each.rule == rule and each.file == str(path)]
+    return [each for each in lint_paths([path]).findings if each.rule == rule]
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +395,9 @@ def test_every_rule_has_a_bad_and_a_good_file_and_a_description() -> None:
 
 
 def test_the_json_that_a_yaml_names_is_linted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1},\n"gradient_cliping": 1}')
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 1},\n"gradient_cliping": 1}'
+    )
     (tmp_path / "mine.yaml").write_text(PAIR)
     linted = lint_paths([tmp_path / "mine.yaml"])
     assert [Path(file).name for file in linted.files] == ["mine.yaml", "ds.json"]

@@ -58,6 +58,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
+    "is_named": lambda doc: doc.named_by is not None,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
@@ -144,6 +145,7 @@ def _rules() -> Iterator[LintRule]:
             library=table["library"],
             fix=str(table["write"]),
             name=name,
+            removed_in=table.get("removed_in"),
             for_every_program=table.get("for_every_program", False),
         )(_check_of(table))
 

@@ -9,6 +9,7 @@ from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.named_files import find_named
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -120,6 +121,17 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
             message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
             yield Match(key, message, "remove it, under a Trainer", level=None if as_float(here) is not None else NOTE)
+
+
+@rule(ERROR, DEEPSPEED, library="accelerate", fix="a value, or no key")
+def auto_is_kept(doc: Document) -> Iterator[Match]:
+    """accelerate, and with it the Trainer, puts a value in place of `auto` in some keys, and raises for it in any
+    other ("not found in kwargs").
+    """
+    for key in () if is_without_trainer(doc) else doc.positions:
+        if doc.get(key) == "auto" and key not in launcher_tables()["filled"]:
+            level = None if doc.named_by is not None else WARNING
+            yield Match(key, "nothing fills auto in here: accelerate and the Trainer raise", "remove it", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
