@@ -92,6 +92,7 @@ FOUND_IN_SOURCE = {
     "local-rank-with-dash": ("torch", "distributed/run.py", 'cmd_args.append(f"--local-rank={macros.local_rank}")'),
     "standalone-on-several": ("torch", "distributed/run.py", 'args.rdzv_endpoint = "localhost:0"'),
     "refused-hostfile": ("deepspeed", "launcher/runner.py", "Hostfile contains a bad entry"),
+    "deepspeed-without-launcher": ("deepspeed", "comm/comm.py", "from mpi4py import MPI"),
     "two-engines": ("accelerate", "commands/launch.py", "You can only use one of `--cpu`, `--multi_gpu`"),
     "rank-of-file": ("accelerate", "utils/launch.py", "args.node_rank = int(args.machine_rank)"),
     "no-such-port": ("torch", "distributed/elastic/rendezvous/utils.py", "between 0 and 65536."),

@@ -339,6 +339,21 @@ CASES = [
          "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
          deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'
          ' "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'),
+    Case("deepspeed-without-launcher", "python -u x.py --deepspeed ds.json --bf16 --do_train --output_dir out\n",
+         "torchrun x.py --deepspeed ds.json --bf16 --do_train --output_dir out\n", 1, "run.sh"),
+    Case("refused-by-trainer", "python3 x.py --bf16 --do_train --output_dir out \\\n  --load_best_model_at_end true\n",
+         "python3 x.py --bf16 --do_train --output_dir out \\\n  --load_best_model_at_end false\n", 2, "run.sh"),
+    *(Case("batch-arithmetic-of-pair", f"deepspeed {bad} x.py --deepspeed_config ds.json\n",
+           f"deepspeed {good} x.py --deepspeed_config ds.json\n", 1, "run.sh", deepspeed_json=json)
+      for bad, good, json in (
+          ("--num_gpus 3", "--num_gpus 4", '{"zero_optimization": {}, "train_batch_size": 16}'),
+          ("--include localhost:0,1,2", "--include=localhost:4,5",
+           '{"zero_optimization": {}, "train_batch_size": 16, "gradient_accumulation_steps": 8}'),
+          ("--num_gpus 8", "--num_gpus 8 --hostfile h",
+           '{"zero_optimization": {}, "train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto"}'),
+          ("--num_gpus 8", "--num_gpus 2", '{"zero_optimization": {}, "train_batch_size": 8,'
+           ' "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}'),
+      )),
     Case("no-batch-size", "deepspeed: ds.json\noutput_dir: out\nbf16: true\n", "output_dir: out\nbf16: true\n",
          None, deepspeed_json='{"zero_optimization": {"stage": 2}}'),
 ]  # fmt: skip

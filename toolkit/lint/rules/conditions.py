@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from toolkit.lint.document import AXOLOTL, DEEPSPEED, TRAINER_EVIDENCE, Document
 from toolkit.lint.findings import NOTE, LintRule, Match, rule
+from toolkit.lint.job_script import PYTHON
 from toolkit.lint.rules import programs, settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.lint.rules.trainer import processes_of
@@ -39,6 +41,12 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
     "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
     "is_alone": settings.is_on_one_gpu,
+    "is_started_by_python": lambda doc: (
+        doc.call is not None
+        and doc.call.tool == PYTHON
+        and not re.search(r"\b(?:srun|mpirun|mpiexec)\b", doc.call.before)
+        and not re.search(r"\bRANK=", doc.text)
+    ),
     "is_ranked": settings.is_ranked,
     "mini_batch_of_verl": lambda doc: _product(
         doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"

@@ -38,7 +38,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
-    for start, end in script.commands if script.launches else ():
+    for start, end in script.commands if script.calls else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
@@ -62,7 +62,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
 def typographic_quotes(doc: Document) -> Iterator[Match]:
     """Quotes and dashes of a word processor are letters to bash, a part of the value."""
     script = doc.script
-    for start, end in script.commands if script.launches else ():
+    for start, end in script.commands if script.calls else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
         command = script.text[start:end]
         is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
@@ -76,9 +76,9 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
 def not_exported(doc: Document) -> Iterator[Match]:
     """A variable on a line of its own that is not exported stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
-    if not script.launches or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
+    if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
-    names = {name for tool in ("all", *(call.tool for call in script.launches)) for name in table.get(tool, ())}
+    names = {name for tool in ("all", *(call.tool for call in script.calls)) for name in table.get(tool, ())}
     reported = set()
     for found in ASSIGNED.finditer(script.text):
         for place in re.finditer(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
@@ -99,7 +99,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
 def unknown_variable(doc: Document) -> Iterator[Match]:
     """Neither accelerate nor transformers reads a variable of this name: the default applies."""
     by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
-    for found in by_name.values() if doc.script.launches else ():
+    for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
         used = doc.script.mentions(rf"\$\{{?{found[1]}\b") or found[3].endswith(
             ("CONFIG", "CONFIG_FILE", "ARGS", "DIR")
