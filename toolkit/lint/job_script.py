@@ -152,14 +152,14 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         nodes = max((int(count[:9]) for count in counts), default=None)
     commands = tuple(itertools.pairwise([0, *breaks, len(text)]))
     calls = list(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES))
-    of_trainer = set(launcher_tables()["of_trainer"])
-    alone = [call for call in calls if call.tool == PYTHON and len(of_trainer & call.arguments.keys()) > 1]
+    known = launcher_tables()["of_trainer"]
+    alone = tuple(call for call in calls if call.tool == PYTHON and len(call.arguments.keys() & known) > 1)
     return JobScript(
         text=text,
         first_line=first_line,
         directives=directives,
         launches=tuple(call for call in calls if call.tool != PYTHON),
-        alone=tuple(alone),
+        alone=alone,
         nodes=nodes,
         protected=tuple(protected),
         strings=tuple(strings),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import yaml
 
 from toolkit.lint.document import AXOLOTL, DEEPSPEED, TRAINER_EVIDENCE, Document
 from toolkit.lint.findings import NOTE, LintRule, Match, rule
-from toolkit.lint.job_script import PYTHON
 from toolkit.lint.rules import programs, settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.lint.rules.trainer import processes_of
@@ -41,12 +39,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
     "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
     "is_alone": settings.is_on_one_gpu,
-    "is_started_by_python": lambda doc: (
-        doc.call is not None
-        and doc.call.tool == PYTHON
-        and not re.search(r"\b(?:srun|mpirun|mpiexec)\b", doc.call.before)
-        and not re.search(r"\bRANK=", doc.text)
-    ),
+    "is_without_rank": settings.is_without_rank,
     "is_ranked": settings.is_ranked,
     "mini_batch_of_verl": lambda doc: _product(
         doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
@@ -66,12 +59,12 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     ),
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
-    "is_named": lambda doc: doc.named_by is not None,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
+    "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
@@ -102,7 +95,7 @@ def _key(doc: Document, name: str) -> str:
     """Return the dotted key that a name of the table stands for in a document."""
     block, _, rest = name.partition(".")
     known = {"fsdp": settings.fsdp_key, "stage3": settings.stage3_key}.get(block)
-    return known(doc, rest) if known else name
+    return known(doc, rest) if known and rest else name
 
 
 def _holds(doc: Document, name: str, wanted: Any) -> bool:
@@ -153,7 +146,7 @@ def _rules() -> Iterator[LintRule]:
             library=table["library"],
             fix=str(table["write"]),
             name=name,
-            removed_in=table.get("removed_in"),
+            removed_in=table.get("since"),
             for_every_program=table.get("for_every_program", False),
         )(_check_of(table))
 

@@ -21,7 +21,7 @@ from toolkit.lint.document import (
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
-from toolkit.lint.named_files import find_named
+from toolkit.lint.named_files import find_named, source_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -136,9 +136,7 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="accelerate", fix="a value, or no key")
 def auto_is_kept(doc: Document) -> Iterator[Match]:
-    """accelerate, and with it the Trainer, puts a value in place of `auto` in some keys, and raises for it in any
-    other ("not found in kwargs").
-    """
+    """accelerate fills `auto` in some keys, and raises for it in any other ("not found in kwargs")."""
     for key in () if is_without_trainer(doc) else doc.positions:
         if doc.get(key) == "auto" and key not in launcher_tables()["filled"]:
             level = None if doc.named_by is not None else WARNING
@@ -259,7 +257,8 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:  # of a loop of its own, which deepspeed.initialize(args) reads it for
         named, line = call.arguments.get("deepspeed_config", ("", 0))
         file = find_named(str(named), doc.path)
-        if file and not any("parallel" in name for name in call.arguments):
+        words = " ".join((call.script or "", *call.arguments, *source_of(call.script or "", doc.path)))
+        if file and not any(each in words.lower() for each in ("parallel", "pipe", "mpu")):
             with contextlib.suppress(ToolkitError):  # it may be no configuration
                 for message in _unequal(load_document(file), processes_of_call(call)):
                     yield Match("--deepspeed_config", message, "a multiple, or another number of processes", line=line)

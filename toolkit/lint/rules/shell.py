@@ -17,7 +17,7 @@ ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\]
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
-TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
+TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
@@ -56,6 +56,9 @@ def lost_line(doc: Document) -> Iterator[Match]:
             yield Match(found[1], message, fix, line=line)
             if is_windows:
                 return
+    if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
+        fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
+        yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")

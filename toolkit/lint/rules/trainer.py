@@ -129,10 +129,9 @@ def processes_of(doc: Document) -> int | None:
 def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
     """Return the number of processes that a launcher starts, where its options, or accelerate's YAML, say it."""
     options, tool = call.options, call.tool
-    if tool == "deepspeed" and (included := re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")):
-        return len(included[1].split(","))
-    if tool == "deepspeed" and "hostfile" in options and "num-nodes" not in options:
-        return None
+    if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
+        included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
+        return len(included[1].split(",")) if included else None
     if tool in PROCESSES_AND_NODES:
         per_node, nodes = PROCESSES_AND_NODES[tool]
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
@@ -218,7 +217,7 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
     """
-    value = doc.get("fsdp")
+    value = doc.get("fsdp") if doc.program != "ms-swift" else None  # which has words of its own
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
         version, named = as_int(fsdp_setting(doc, "version", 2)), str(value).lower()
         reshard = "false" if "shard_grad_op" in named else "true"
