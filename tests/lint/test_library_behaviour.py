@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
-from refused_arguments import REFUSED
+from refused_arguments import REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
 
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
@@ -92,6 +92,7 @@ FOUND_IN_SOURCE = {
     "local-rank-with-dash": ("torch", "distributed/run.py", 'cmd_args.append(f"--local-rank={macros.local_rank}")'),
     "standalone-on-several": ("torch", "distributed/run.py", 'args.rdzv_endpoint = "localhost:0"'),
     "refused-hostfile": ("deepspeed", "launcher/runner.py", "Hostfile contains a bad entry"),
+    "deepspeed-without-launcher": ("deepspeed", "comm/comm.py", "from mpi4py import MPI"),
     "two-engines": ("accelerate", "commands/launch.py", "You can only use one of `--cpu`, `--multi_gpu`"),
     "rank-of-file": ("accelerate", "utils/launch.py", "args.node_rank = int(args.machine_rank)"),
     "no-such-port": ("torch", "distributed/elastic/rendezvous/utils.py", "between 0 and 65536."),
@@ -258,6 +259,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
         "refused-by-trainer",
         "refused-alone",
     }
+    own_tests |= {"refused-by-deepspeed", "refused-by-peft", "auto-is-kept", "no-batch-size"}
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
     own_tests |= {"unknown-trl-setting"}  # by the schema of TRL
     own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option"}
@@ -277,6 +279,7 @@ def test_the_rules_were_checked_with_the_installed_versions() -> None:
 
 # Lines of a raise -> rule that says it, or why none does.
 HARDWARE, CODE = "depends on the GPU or the packages of the node", "a value that only code can pass"
+TYPE = "the type of a value that hardly anybody writes"
 RAISES = {
     ("transformers", "training_args.py"): {
         "Failed to initialize torch.distributed": HARDWARE,
@@ -337,7 +340,7 @@ RAISES = {
         "Please specify the ZeRO optimization config": "no-zero-block",
         "MS-AMP is not supported": "only MS-AMP",
         "Invalid optimization level for MS-AMP": "only MS-AMP",
-        "not found in kwargs": CODE,
+        "not found in kwargs": "auto-is-kept",
         "Please correct the following DeepSpeed config values": "differs-from-json",
         "arg cannot be set to": "precision-owned-by-json",
         "When `zero3_init_flag` is set": HARDWARE,
@@ -367,6 +370,60 @@ RAISES = {
         "or a hub-hosted flash attention kernel": "sp-attention",
         "TP requires transformers": HARDWARE,
     },
+    ("deepspeed", "runtime/config.py"): {
+        "DeepSpeedConfigError(message)": "removed-deepspeed-key",
+        "Invalid module names for torch autocast": CODE,
+        "Invalid dtype for torch autocast": "unknown-word",
+        "Invalid communication_data_type": "unknown-word",
+        "Invalid {GRADIENT_ALLREDUCE_OP}": "unknown-word",
+        "invalid tag_validation": "unknown-word",
+        "checkpoint::parallel_write::pipeline_stage": "unknown-word",
+        "Expected a string path to an existing": "deepspeed-file-missing",
+        'must be "auto" or a list of name': "a key that DeepSpeed 0.19 alone has",
+        "='sum' is not supported with": "refused-by-deepspeed",
+        "cannot be simultaneously enabled": "fp16-and-bf16-json",
+        "has to be greater than 0": "batch-arithmetic",
+        "train_batch_size is not equal": "batch-arithmetic-of-pair",
+        "needs to be provided": "no-batch-size",
+        "is not defined": "batch-arithmetic",
+        "Maximum supported ZeRO stage": "wrong-deepspeed-type",
+        "is only supported with ZeRO Stage": "refused-by-deepspeed",
+        "requires bf16_master_weights_and_grads": "refused-by-deepspeed",
+    },
+    ("deepspeed", "runtime/zero/config.py"): {
+        "compute_grad_norm=false": "refused-by-deepspeed",
+        "Partial offloading only": "refused-by-deepspeed",
+    },
+    ("deepspeed", "runtime/precision_config.py"): {
+        "must be a number": TYPE,
+        "must be an integer": TYPE,
+        "must be a finite number": TYPE,
+        "fp16.loss_scale must be >= 0": "refused-by-deepspeed",
+        "must be > 0 when dynamic loss scaling": "refused-by-deepspeed",
+    },
+    ("deepspeed", "runtime/zenflow/zenflow_config.py"): {
+        "select_strategy must be one of": "unknown-word",
+        "is a string, it must be": TYPE,
+        "is a number, it must be at least 1": TYPE,
+        "must be an integer": TYPE,
+        "must be a float": TYPE,
+    },
+    ("deepspeed", "runtime/config_utils.py"): {
+        "Duplicate keys in DeepSpeed config": "duplicate-key",
+        "raise e": CODE,
+        "is not a field in": CODE,
+        "is a required field": CODE,
+        "Cannot provide deprecated parameter": "refused-by-deepspeed",
+    },
+    ("peft", "tuners/lora/config.py"): {
+        "`target_parameters` must be": "a list in the arguments of each program",
+        "cannot be used when `target_modules` is a str": "programs pass a list",
+        "When `layers_pattern` is specified": "refused-by-peft",
+        "DoRA does not support megatron_core": CODE,
+        "The required package": HARDWARE,
+        "`loftq_config` must be specified": "refused-by-peft",
+        "lora_bias=True": "no program passes it on",
+    },
     ("accelerate", "commands/launch.py"): {
         "DeepSpeed is not installed": HARDWARE,
         "--no_python cannot be used with TPU": HARDWARE,
@@ -385,25 +442,32 @@ RAISES = {
 }
 
 
-# Of accelerate's many classes, those that read a file's settings.
+# Of a module's many classes, those that read a file's settings.
 PLUGINS = (
-    *("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "TorchContextParallelConfig", "TorchTensorParallelConfig"),
+    *(
+        "LoraConfig",
+        "DeepSpeedPlugin",
+        "FullyShardedDataParallelPlugin",
+        "TorchContextParallelConfig",
+        "TorchTensorParallelConfig",
+    ),
     "DeepSpeedSequenceParallelConfig",
 )
 
 
-def raises_in(text: str, *, only: tuple[str, ...] = ()) -> list[str]:
-    """The text of each raise, with the lines of its message; of some classes alone."""
+def raises_in(text: str, *, only: tuple[str, ...] = (), asserts: bool = False) -> list[str]:
+    """The text of each raise, with the lines of its message; of some classes alone, and with what is asserted."""
     tree = ast.parse(text)
     parts = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in only] or [tree]
     nodes = [node for part in parts for node in ast.walk(part)]
-    return [ast.unparse(node) for node in nodes if isinstance(node, ast.Raise) and node.exc is not None]
+    raises = [each for each in nodes if isinstance(each, ast.Raise) and each.exc is not None]
+    return [ast.unparse(each) for each in raises + [each for each in nodes if isinstance(each, ast.Assert) and asserts]]
 
 
 @pytest.mark.parametrize("place", RAISES, ids="/".join)
 def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, str]) -> None:
-    known, only = RAISES[place], PLUGINS if "dataclasses" in place[1] else ()
-    raised = raises_in(source_of(*place), only=only)
+    known, only = RAISES[place], PLUGINS if "dataclasses" in place[1] or place[0] == "peft" else ()
+    raised = raises_in(source_of(*place), only=only, asserts=place[0] == "deepspeed")
     unknown = [each for each in raised if not any(part in each.replace("\\'", "'") for part in known)]
     assert unknown == []
     assert [part for part in known if not any(part in each.replace("\\'", "'") for each in raised)] == []
@@ -411,18 +475,56 @@ def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, s
     assert {what for what in known.values() if "-" in what and " " not in what} <= names
 
 
-def refused_arguments() -> list[tuple[str, bool]]:
-    """What TrainingArguments does with the bad and the good texts of REFUSED: each, and if it raised."""
-    code = "import json, sys, yaml\nfrom transformers import TrainingArguments\nfor text in json.loads(sys.argv[1]):\n"
-    code += "    try:\n        TrainingArguments(**yaml.safe_load(text), use_cpu=True, report_to='none'); print(0)\n"
-    code += "    except ValueError: print(1)\n"
-    texts = [f"output_dir: out\n{text}" for pair in REFUSED for text in pair]
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(texts)], capture_output=True, text=True, check=True)
-    return list(zip(texts, (line == "1" for line in done.stdout.split()), strict=True))
+ARGUMENTS = """from transformers import TrainingArguments
+def read(text): TrainingArguments(**yaml.safe_load(text), output_dir="out", use_cpu=True, report_to="none")
+"""
+DEEPSPEED_CONFIG = """import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.runtime.config import DeepSpeedConfig
+def read(text): DeepSpeedConfig(json.loads(text))
+"""
+ADAPTER = """import torch
+from peft import LoraConfig, get_peft_model
+def read(text):
+    given = {{"lora_r": "r"}.get(key, key): value for key, value in yaml.safe_load(text).items()}
+    get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"], **given))
+"""
+# What `auto` becomes in the ranks is not known before a model is there; what is left of it raises.
+AUTO = """from accelerate.utils import DeepSpeedPlugin
+def read(text): DeepSpeedPlugin(hf_ds_config=json.loads(text)).deepspeed_config_process(must_match=False)
+"""
+KEPT = ('{"zero_optimization": {"stage": 3, "sub_group_size": "auto"}', '{"zero_optimization": {"stage": 3}}')
+REFUSALS = {
+    "Trainer": (ARGUMENTS, REFUSED),
+    "DeepSpeed": (DEEPSPEED_CONFIG, [*REFUSED_BY_DEEPSPEED, *WORDS_OF_DEEPSPEED, ("{}", '{"train_batch_size": 1}')]),
+    "peft": (
+        ADAPTER,
+        [
+            *REFUSED_BY_PEFT,
+            ("layers_pattern: a\n", "layers_pattern: a\nlayers_to_transform: [0]\n"),
+            ("init_lora_weights: loftq\n", "init_lora_weights: true\n"),
+        ],
+    ),
+    "accelerate": (AUTO, [KEPT]),
+}
 
 
-def test_training_arguments_raise_for_each_bad_file_of_the_rule_and_for_no_good_one() -> None:
-    assert [raised for _, raised in refused_arguments()] == [True, False] * len(REFUSED)
+@pytest.mark.parametrize("library", REFUSALS)
+def test_a_library_raises_for_each_bad_file_of_its_rules_and_for_no_good_one(library: str) -> None:
+    reader, pairs = REFUSALS[library]
+    code = f"import json, sys, yaml\n{reader}for text in json.loads(sys.argv[1]):\n"
+    code += "    try: read(text); said = '0'\n    except Exception: said = '1'\n"
+    code += "    print('SAID', said)\n"
+    texts = json.dumps([text for pair in pairs for text in pair])
+    done = subprocess.run([sys.executable, "-c", code, texts], capture_output=True, text=True, check=True)
+    said = [line.split()[1] == "1" for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert said == [True, False] * len(pairs)
+
+
+def test_accelerate_and_the_trainer_fill_auto_in_where_the_table_says() -> None:
+    sources = [source_of("accelerate", name) for name in ("accelerator.py", "utils/dataclasses.py")]
+    source = "".join([*sources, source_of("transformers", "integrations/deepspeed.py")])
+    assert [key for key in launcher_tables()["filled"] if f'"{key}"' not in source] == []
 
 
 def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versions() -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from job_scripts import SCRIPT_CASES
 from program_files import PROGRAM_CASES
-from refused_arguments import ALONE, REFUSED, REFUSED_BY_GRPO
+from refused_arguments import (
+    ALONE,
+    REFUSED,
+    REFUSED_BY_DEEPSPEED,
+    REFUSED_BY_GRPO,
+    REFUSED_BY_PEFT,
+    WORDS_OF_DEEPSPEED,
+)
 
 from toolkit.hardware.disks import Mount
 from toolkit.lint.check import fixed_text, lint_paths
@@ -195,6 +202,12 @@ CASES = [
     *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-grpo",
            f"output_dir: out\n{bad}max_completion_length: 9\n",
            f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
+    *(Case("refused-by-deepspeed", bad, good, 2, "ds.json") for bad, good in REFUSED_BY_DEEPSPEED),
+    *(Case("unknown-word", bad, good, 2, "ds.json") for bad, good in WORDS_OF_DEEPSPEED),
+    *(Case("refused-by-peft", f"{SFT}use_peft: true\n{bad}", f"{SFT}use_peft: true\n{good}", 5)
+      for bad, good in REFUSED_BY_PEFT),
+    Case("auto-is-kept", '{"train_batch_size": "auto", "zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}',
+         zero(3, reduce_bucket_size="auto") , 2, "ds.json"),
     Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
          "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),
     Case("weights-of-losses", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",
@@ -324,6 +337,23 @@ CASES = [
          "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
          deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'
          ' "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'),
+    Case("deepspeed-without-launcher", "python -u x.py --deepspeed ds.json --bf16 --do_train --output_dir out\n",
+         "torchrun x.py --deepspeed ds.json --bf16 --do_train --output_dir out\n", 1, "run.sh"),
+    Case("refused-by-trainer", "python3 x.py --bf16 --do_train --output_dir out \\\n  --load_best_model_at_end true\n",
+         "python3 x.py --bf16 --do_train --output_dir out \\\n  --load_best_model_at_end false\n", 2, "run.sh"),
+    *(Case("batch-arithmetic-of-pair", f"deepspeed {bad} x.py --deepspeed_config ds.json\n",
+           f"deepspeed {good} x.py --deepspeed_config ds.json\n", 1, "run.sh", deepspeed_json=json)
+      for bad, good, json in (
+          ("--num_gpus 3", "--num_gpus 4", '{"zero_optimization": {}, "train_batch_size": 16}'),
+          ("--include localhost:0,1,2", "--include=localhost:4,5",
+           '{"zero_optimization": {}, "train_batch_size": 16, "gradient_accumulation_steps": 8}'),
+          ("--num_gpus 8", "--num_gpus 8 --hostfile h",
+           '{"zero_optimization": {}, "train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto"}'),
+          ("--num_gpus 8", "--num_gpus 2", '{"zero_optimization": {}, "train_batch_size": 8,'
+           ' "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}'),
+      )),
+    Case("no-batch-size", "deepspeed: ds.json\noutput_dir: out\nbf16: true\n", "output_dir: out\nbf16: true\n",
+         None, deepspeed_json='{"zero_optimization": {"stage": 2}}'),
 ]  # fmt: skip
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]
@@ -340,7 +370,7 @@ def written(folder: Path, case: Case, text: str) -> Path:
 
 
 def findings(path: Path, rule: str) -> list[Finding]:
-    return [each for each in lint_paths([path]).findings if each.rule == rule and each.file == str(path)]
+    return [each for each in lint_paths([path]).findings if each.rule == rule]
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +408,9 @@ def test_every_rule_has_a_bad_and_a_good_file_and_a_description() -> None:
 
 
 def test_the_json_that_a_yaml_names_is_linted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1},\n"gradient_cliping": 1}')
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 1},\n"gradient_cliping": 1}'
+    )
     (tmp_path / "mine.yaml").write_text(PAIR)
     linted = lint_paths([tmp_path / "mine.yaml"])
     assert [Path(file).name for file in linted.files] == ["mine.yaml", "ds.json"]

@@ -87,6 +87,85 @@ def test_a_blank_behind_a_backslash_loses_any_line(tmp_path: Path, word: str) ->
     assert lost(f"deepspeed --num_gpus 8 \\\n  {word} \\\n  --bf16\n") == []
 
 
+@pytest.mark.parametrize(
+    ("command", "is_read"),
+    [
+        ("python train.py --do_train --output_dir out --fp16 --bf16", True),
+        ("CUDA_VISIBLE_DEVICES=0 nohup python3.11 -u src/train.py --do_train --logging_steps 1 --fp16 --bf16 &", True),
+        ("python prepare.py --fp16 --bf16x --output_dir out", False),  # one argument alone is anybody's
+        ("python train.py --num_warmup_steps 5 --fp16 --bf16 --do_train", False),  # of a parser of its own
+        ("torchrun python train.py --help", False),
+    ],
+)
+def test_a_script_without_a_launcher_is_read_where_its_arguments_are_the_trainers(
+    command: str, is_read: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.sh").write_text(command + "\n")
+    rules = [each.rule for each in lint_paths([tmp_path / "a.sh"], skips_others=True).findings]
+    assert ("fp16-and-bf16" in rules) == is_read
+
+
+def test_python_starts_no_launcher_of_a_job(tmp_path: Path) -> None:
+    job = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n#SBATCH --time=1:00:00\n"
+    command = "srun python train.py --do_train --bf16 --output_dir out --deepspeed ds.json\n"
+    assert {each.level for each in lint(tmp_path, a__sbatch=job + command)} <= {"note"}
+
+
+def test_the_jobs_of_a_list_count_their_nodes(tmp_path: Path) -> None:
+    job = (
+        "apiVersion: batch/v1\nkind: Job\nspec: {completionMode: Indexed, parallelism: 2, template: {spec: {containers:"
+    )
+    job += " [{name: a, command: [torchrun, --nproc-per-node, '8', train.py]}]}}}\n"
+    lines = "".join(f"  {line}\n" for line in job.splitlines())
+    (tmp_path / "a.yaml").write_text(job)
+    alone = [each.rule for each in lint_paths([tmp_path / "a.yaml"]).findings]
+    (tmp_path / "a.yaml").write_text("apiVersion: v1\nkind: List\nitems:\n-" + lines[1:])
+    assert "each-node-alone" in alone
+    assert [each.rule for each in lint_paths([tmp_path / "a.yaml"]).findings] == alone
+
+
+def test_a_condition_names_the_argument_fsdp_itself(tmp_path: Path) -> None:
+    command = "swift sft --model a/b --dataset c/d --tuner_type full --fsdp fsdp2 --save_only_model"
+    assert levels(lint(tmp_path, a__sh=f"{command} true\n")) == {"save_only_model": "error"}
+    assert lint(tmp_path, a__sh=f"{command} false\n") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "rules"), [("--num_processes 7", ["uneven-processes"]), ("--num_processes 6", []), ("", [])]
+)
+def test_the_processes_of_a_command_win_over_those_of_the_file(options: str, rules: list[str], tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 8\n")
+    found = lint(tmp_path, a__sh=f"accelerate launch --config_file two.yaml --machine_rank 0 {options} x.py --seed 1\n")
+    assert [each.rule for each in found if each.rule == "uneven-processes"] == rules
+
+
+def test_windows_line_ends_break_a_script_without_continued_lines_too(tmp_path: Path) -> None:
+    script = "#!/bin/bash\r\ntorchrun x.py --bf16\r\n"
+    assert [each.rule for each in lint(tmp_path, a__sh=script) if each.level == "error"] == ["lost-line"]
+    assert lint(tmp_path, a__sh=script.replace("\r", "")) == []
+
+
+@pytest.mark.parametrize("dash", ["—-", "–-", "–"])
+def test_a_typographic_dash_in_front_of_an_option_is_found(dash: str, tmp_path: Path) -> None:
+    rules = [each.rule for each in lint(tmp_path, a__sh=f"torchrun x.py {dash}config a.yaml --seed 1\n")]
+    assert rules == ["typographic-quotes"]
+
+
+@pytest.mark.parametrize(("engine", "is_said"), [("", True), ("--use_deepspeed", False), ("--multi_gpu", False)])
+def test_one_process_of_accelerate_has_no_rank(engine: str, is_said: bool, tmp_path: Path) -> None:
+    command = f"accelerate launch --num_processes 1 {engine} x.py --deepspeed z.json --bf16 --do_train\n"
+    found = [each.rule for each in lint(tmp_path, a__sh=command)]
+    assert ("deepspeed-without-launcher" in found) == is_said
+
+
+@pytest.mark.parametrize(("source", "count"), [("", 1), ("net = PipelineModule(layers, num_stages=2)\n", 0)])
+def test_stages_of_a_pipeline_are_no_processes_of_a_batch(source: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_batch_size": 9}')
+    (tmp_path / "x.py").write_text(source)
+    found = lint(tmp_path, a__sh="deepspeed --num_gpus 2 x.py --deepspeed --deepspeed_config ds.json\n")
+    assert len([each for each in found if each.rule == "batch-arithmetic-of-pair"]) == count
+
+
 def test_line_ends_of_windows_are_one_finding(tmp_path: Path) -> None:
     script = "#!/bin/bash\r\naccelerate launch train.py \\\r\n  --bf16 \\\r\n  --output_dir out\r\n"
     findings = [each for each in lint(tmp_path, a__sh=script) if each.rule == "lost-line"]

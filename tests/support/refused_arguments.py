@@ -40,3 +40,61 @@ REFUSED_BY_GRPO = [
     ("vllm_importance_sampling_clip_min: 2\nvllm_importance_sampling_clip_max: 1\n",
      "vllm_importance_sampling_clip_min: 1\nvllm_importance_sampling_clip_max: 2\n"),
 ]  # fmt: skip
+
+
+def _json(*settings: str) -> str:
+    return '{"train_batch_size": 1,\n' + ", ".join(settings) + "}"
+
+
+def _zero(stage: int, *settings: str) -> str:
+    return '"zero_optimization": {' + ", ".join([f'"stage": {stage}', *settings]) + "}"
+
+
+# DeepSpeed's JSON: what DeepSpeedConfig refuses, and the same without the fault; the finding is on the second line.
+RATIO, CORES = '"offload_optimizer": {"device": "cpu", "ratio": %s}', '"offload_optimizer": {"cpuadam_cores_perc": %s}'
+SUM, NO_NORM = '"gradient_allreduce_op": "%s"', '"compute_grad_norm": %s'
+FP16 = '"fp16": {"enabled": true, %s}'
+ZENFLOW = '"zenflow": {"topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": 4}'
+REFUSED_BY_DEEPSPEED = [
+    (_json(SUM % "SUM", _zero(3)), _json(SUM % "sum", _zero(2))),
+    (_json(SUM % "sum", _zero(2, '"offload_optimizer": {"device": "cpu"}', ZENFLOW)),
+     _json(SUM % "mean", _zero(2, '"offload_optimizer": {"device": "cpu"}', ZENFLOW))),
+    (_json(SUM % "sum", _zero(1), '"compile": {"deepcompile": true}'),
+     _json(SUM % "sum", _zero(1), '"compile": {"deepcompile": false}')),
+    (_json(_zero(3, NO_NORM % "false")), _json(_zero(2, NO_NORM % "false"))),
+    (_json(_zero(0, NO_NORM % "false")), _json(_zero(0, NO_NORM % "true"))),
+    (_json(_zero(2, RATIO % 0.5)), _json(_zero(3, RATIO % 0.5))),
+    (_json(_zero(3, RATIO % 1.5)), _json(_zero(3, RATIO % 1.0))),
+    (_json(_zero(3, CORES % 8)), _json(_zero(3, CORES % 0.8))),
+    (_json(_zero(2, '"cpu_offload": false', '"offload_optimizer": {"device": "cpu"}')),
+     _json(_zero(2, '"cpu_offload": true'))),
+    (_json(_zero(3, '"cpu_offload_param": true', '"offload_param": {"device": "cpu"}')),
+     _json(_zero(3, '"offload_param": {"device": "cpu"}'))),
+    (_json(_zero(3, *(f'"stage3_gather_{word}_weights_on_model_save": true' for word in ("fp16", "16bit")))),
+     _json(_zero(3, '"stage3_gather_16bit_weights_on_model_save": true'))),
+    (_json(FP16 % '"loss_scale": -1', _zero(1)), _json(FP16 % '"loss_scale": 128', _zero(1))),
+    (_json(FP16 % '"loss_scale_window": 0', _zero(1)),
+     _json(FP16 % '"loss_scale": 128, "loss_scale_window": 0', _zero(1))),
+    (_json(FP16 % '"min_loss_scale": 0', _zero(1)), _json(FP16 % '"min_loss_scale": 1', _zero(1))),
+    *((_json(f'"{name}": {{"enabled": true, "{name}_master_weights_and_grads": true}}', _zero(0)),
+       _json(f'"{name}": {{"enabled": true, "{name}_master_weights_and_grads": true}}', _zero(1)))
+      for name in ("bf16", "fp16")),
+    (_json('"bf16": {"enabled": true, "bf16_optimizer_states": true}', _zero(1)),
+     _json('"bf16": {"bf16_optimizer_states": true, "bf16_master_weights_and_grads": true}', _zero(1))),
+]  # fmt: skip
+# Of these the words, and where nothing fills `auto` in; DeepSpeed alone refuses the words.
+WORDS_OF_DEEPSPEED = [
+    (_json('"communication_data_type": "float16"'), _json('"communication_data_type": "FP16"')),
+    (_json('"gradient_allreduce_op": "avg"'), _json('"gradient_allreduce_op": "Mean"')),
+    (_json('"checkpoint": {"tag_validation": "none"}'), _json('"checkpoint": {"tag_validation": "ignore"}')),
+    (_json('"checkpoint": {"parallel_write": {"pipeline_stage": "yes"}}'),
+     _json('"checkpoint": {"parallel_write": {"pipeline_stage": true}}')),
+    (_json('"torch_autocast": {"enabled": true, "dtype": "bf"}'),
+     _json('"torch_autocast": {"enabled": true, "dtype": "bfloat16"}')),
+    (_json(_zero(2, ZENFLOW.replace('strategy": "auto', 'strategy": "steps'))), _json(_zero(2, ZENFLOW))),
+]  # fmt: skip
+# What peft refuses where a layer gets its adapter: the rank and the share of dropout.
+REFUSED_BY_PEFT = [
+    ("lora_r: 0\n", "lora_r: 1\n"),
+    ("lora_dropout: 5\n", "lora_dropout: 0.05\n"),
+]

@@ -113,7 +113,7 @@ def _not_checked(document: Document) -> Iterator[str]:
         others = counted(len(document.data.keys() - trainer_argument_names()), "argument")
         yield f"{document.path}: {others} of a script with dataclasses of its own not checked"
     checked = {part.start.line for part in document.parts if part.start and part.kind}
-    for call in document.script.launches:
+    for call in document.script.calls:
         if call.arguments and call.line not in checked:
             count = counted(len(call.arguments), "argument")
             yield f"{document.path}:{call.line}: {count} of {call.script} not checked"

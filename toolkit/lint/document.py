@@ -220,10 +220,10 @@ def load_document(path: Path) -> Document:
 
 def with_named_files(document: Document) -> Document:
     """Return the document with the JSON that it names, where that file exists, or that it has itself, and its parts."""
-    if document.script.launches:
+    if document.script.calls:
         written = [_written_file(document, *file) for file in document.script.files]
-        called = (_arguments(document, call) for call in document.script.launches)
-        files = (_named_file(document, call, written) for call in document.script.launches)
+        called = (_arguments(document, call) for call in document.script.calls)
+        files = (_named_file(document, call, written) for call in document.script.calls)
         parts = [each for each in (*written, *called, *files) if each is not None]
         return replace(document, parts=tuple(_with_written(with_named_files(part), parts) for part in parts))
     fsdp = document.get("fsdp_config")
@@ -375,11 +375,11 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.
-        kind = SBATCH if script.directives else SHELL if script.launches else None
+        kind = SBATCH if script.directives else SHELL if script.calls else None
         return Document(path=path, text=text, kind=kind, script=script)
     is_json = is_json or path.endswith(".json")
     if not is_json and (commands := script_of(text)) is not None:
-        return Document(path=path, text=text, kind=SHELL if commands.launches else None, script=commands)
+        return Document(path=path, text=text, kind=SHELL if commands.calls else None, script=commands)
     data, found = (_parse_json if is_json else _parse_yaml)(text, path)
     if not isinstance(data, dict):
         raise NotAConfiguration(f"{path} contains {type(data).__name__}, expected keys and values")

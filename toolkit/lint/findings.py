@@ -16,6 +16,7 @@ CHECKED_VERSIONS = {
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
     "transformers": "5.23.0",
+    "peft": "0.21.2",
     "pyyaml": "6.0.3",
     "torch": "2.13.0",
     **{schema.distribution: schema.version for schema in program_schemas().values()},

@@ -36,8 +36,9 @@ def script_of(text: str) -> JobScript | None:
         for root in yaml.compose_all(text, Loader=LOADER):
             with contextlib.suppress(Exception):  # an empty document, or the fields of a template
                 data = yaml.SafeLoader("").construct_document(root)
-                is_set |= data.get("kind") in _SET_BY_OPERATOR
-                nodes = max(nodes, _nodes(data))
+                for each in data.get("items", [data]):  # of `kind: List`
+                    is_set |= each.get("kind") in _SET_BY_OPERATOR
+                    nodes = max(nodes, _nodes(each))
             for line, words in _commands(root, set()):
                 for offset, part in enumerate(words.split("\n")):
                     at = min(line + offset, len(lines) - 1)
@@ -45,7 +46,7 @@ def script_of(text: str) -> JobScript | None:
     if is_set:
         lines[0] = "export PET_NNODES= PET_NODE_RANK= PET_MASTER_ADDR="
     script = read_script("\n".join(lines), nodes=nodes)
-    return script if script.launches or _KUBERNETES.search(text) else None
+    return script if script.calls or _KUBERNETES.search(text) else None
 
 
 def _nodes(data: dict[str, Any]) -> int:

@@ -26,6 +26,7 @@ MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each ru
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
 _DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
+PYTHON = "python"
 _LAUNCHERS = {
     "torchrun": re.compile(r"\btorchrun\b(?!\.)|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
     "accelerate": re.compile(
@@ -38,6 +39,7 @@ _LAUNCHERS = {
     "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
     "verl": re.compile(r"-m[ \t]+verl\.trainer\.(?=main_ppo\b)"),
     "openrlhf": re.compile(r"-m[ \t]+openrlhf\.cli\.(?=train_\w)"),
+    PYTHON: re.compile(r"(?<![\w.-])python3?(?:\.\d+)?(?=[ \t]+(?:-u[ \t]+)?[^\s-]\S*\.py\b)"),
 }
 PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift", "verl", "openrlhf")  # launchers that train themselves
 _NOT_STARTED = re.compile(
@@ -102,11 +104,17 @@ class JobScript:
     first_line: int  # the line of the file in which the text begins
     directives: dict[str, tuple[str, int]]  # sbatch's directives: value and line
     launches: tuple[LauncherCall, ...]
+    alone: tuple[LauncherCall, ...] = ()  # scripts with the Trainer's arguments that no launcher starts
     nodes: int | None = None  # nodes of the job, the most of them where it is a range; None where the file does not say
     protected: tuple[tuple[int, int], ...] = ()  # spans of the text in which this shell expands nothing
     strings: tuple[tuple[int, int], ...] = ()  # spans in double quotes
     commands: tuple[tuple[int, int], ...] = ()  # each with its continued lines and here-documents
     files: tuple[tuple[str, str, int], ...] = ()  # that here-documents write: name, text, line before the text
+
+    @property
+    def calls(self) -> tuple[LauncherCall, ...]:
+        """Every start of a training, with a launcher or without."""
+        return (*self.launches, *self.alone)
 
     def expands_at(self, offset: int) -> bool:
         """Return True if the shell that runs the script itself expands a variable at an offset of the text."""
@@ -144,11 +152,15 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         counts = re.findall("[0-9]+", directives["nodes"][0])
         nodes = max((int(count[:9]) for count in counts), default=None)
     commands = tuple(itertools.pairwise([0, *breaks, len(text)]))
+    calls = list(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES))
+    known = launcher_tables()["of_trainer"]
+    alone = tuple(call for call in calls if call.tool == PYTHON and len(call.arguments.keys() & known) > 1)
     return JobScript(
         text=text,
         first_line=first_line,
         directives=directives,
-        launches=tuple(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES)),
+        launches=tuple(call for call in calls if call.tool != PYTHON),
+        alone=alone,
         nodes=nodes,
         protected=tuple(protected),
         strings=tuple(strings),
@@ -168,6 +180,7 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
     for start, end in commands:
         command = text[start:end]
         calls = [(found, tool) for tool, pattern in _LAUNCHERS.items() for found in pattern.finditer(command)]
+        calls = [each for each in calls if each[1] != PYTHON] or calls  # a launcher may be told of Python
         for found, tool in sorted(calls, key=lambda call: call[0].start()):
             before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
             is_comment = command.lstrip().startswith("#") or _in_comment(command, found.start())

@@ -186,7 +186,9 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     """accelerate starts `num_processes // num_machines` on each node and drops the rest. NCCL refuses more processes on
     a node than `gpu_ids` has entries.
     """
-    processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
+    options = doc.named_by.start.options if doc.named_by and doc.named_by.start else {}  # which win over the file
+    processes = as_int(options.get("num-processes") or doc.get("num_processes"))
+    machines = as_int(options.get("num-machines") or doc.get("num_machines")) or 1
     if not processes or processes < 1 or machines < 1:
         return
     ids = str(doc.get("gpu_ids") or "all")

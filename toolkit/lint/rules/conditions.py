@@ -39,6 +39,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
     "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
     "is_alone": settings.is_on_one_gpu,
+    "is_without_rank": settings.is_without_rank,
     "is_ranked": settings.is_ranked,
     "mini_batch_of_verl": lambda doc: _product(
         doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
@@ -64,6 +65,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
+    "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
@@ -94,7 +96,7 @@ def _key(doc: Document, name: str) -> str:
     """Return the dotted key that a name of the table stands for in a document."""
     block, _, rest = name.partition(".")
     known = {"fsdp": settings.fsdp_key, "stage3": settings.stage3_key}.get(block)
-    return known(doc, rest) if known else name
+    return known(doc, rest) if known and rest else name
 
 
 def _holds(doc: Document, name: str, wanted: Any) -> bool:
@@ -145,6 +147,7 @@ def _rules() -> Iterator[LintRule]:
             library=table["library"],
             fix=str(table["write"]),
             name=name,
+            removed_in=table.get("since"),
             for_every_program=table.get("for_every_program", False),
         )(_check_of(table))
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, TRAINER, Document, deepspeed_files
+from toolkit.lint.document import (
+    ACCELERATE,
+    AXOLOTL,
+    DEEPSPEED,
+    SCRIPTS,
+    TRAINER,
+    Document,
+    deepspeed_files,
+    load_document,
+)
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named
+from toolkit.lint.job_script import launcher_tables
+from toolkit.lint.named_files import find_named, source_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -22,7 +34,7 @@ from toolkit.lint.rules.settings import (
     trainer_of,
     zero_stage,
 )
-from toolkit.lint.rules.trainer import processes_of
+from toolkit.lint.rules.trainer import processes_of, processes_of_call
 from toolkit.presets.method_rules import survives_offload
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
@@ -120,6 +132,15 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
         if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
             message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
             yield Match(key, message, "remove it, under a Trainer", level=None if as_float(here) is not None else NOTE)
+
+
+@rule(ERROR, DEEPSPEED, library="accelerate", fix="a value, or no key")
+def auto_is_kept(doc: Document) -> Iterator[Match]:
+    """accelerate fills `auto` in some keys, and raises for it in any other ("not found in kwargs")."""
+    for key in () if is_without_trainer(doc) else doc.positions:
+        if doc.get(key) == "auto" and key not in launcher_tables()["filled"]:
+            level = None if doc.named_by is not None else WARNING
+            yield Match(key, "nothing fills auto in here: accelerate and the Trainer raise", "remove it", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -224,18 +245,33 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     yield Match("mixed_precision", message, fix, remove=in_json == precision)
 
 
-@rule(ERROR, ACCELERATE, TRAINER, library="deepspeed", fix='"auto" in the JSON')
+@rule(ERROR, ACCELERATE, TRAINER, *SCRIPTS, library="deepspeed", fix='"auto" in the JSON')
 def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
-    and these numbers differ."""
-    json, processes = doc.deepspeed_json, as_int(doc.get("num_processes")) or processes_of(doc)
-    if json is None or not processes or json.has("sequence_parallel_size") or json.has("tensor_parallel"):
-        return  # fewer batches than processes
+    and no value of what the JSON leaves open makes these equal."""
+    if doc.kind not in SCRIPTS:
+        processes = as_int(doc.get("num_processes")) or processes_of(doc)
+        key, fix = "num_processes" if doc.kind == ACCELERATE else "deepspeed", '`"auto"` for all three in the JSON'
+        if doc.deepspeed_json and not doc.has("parallelism_config"):
+            yield from (Match(key, message, fix) for message in _unequal(doc.deepspeed_json, processes))
+    for call in doc.script.launches:  # of a loop of its own, which deepspeed.initialize(args) reads it for
+        named, line = call.arguments.get("deepspeed_config", ("", 0))
+        file = find_named(str(named), doc.path)
+        words = " ".join((call.script or "", *call.arguments, *source_of(call.script or "", doc.path)))
+        if file and not any(each in words.lower() for each in ("parallel", "pipe", "mpu")):
+            with contextlib.suppress(ToolkitError):  # it may be no configuration
+                for message in _unequal(load_document(file), processes_of_call(call)):
+                    yield Match("--deepspeed_config", message, "a multiple, or another number of processes", line=line)
+
+
+def _unequal(json: Document, processes: int | None) -> Iterator[str]:
     total, per_gpu, accumulation = (as_int(json.get(key)) for key in BATCH_KEYS)
-    if total and per_gpu and accumulation and total != per_gpu * accumulation * processes:
-        fix = '`"auto"` for all three in the JSON'
-        key = "num_processes" if doc.kind == ACCELERATE else "deepspeed"
-        yield Match(key, f"{total} is not {per_gpu} x {accumulation} x {processes}", fix)
+    if not (total and processes) or json.has("sequence_parallel_size") or json.has("tensor_parallel"):
+        return  # the last two make fewer batches than processes
+    product = (per_gpu or 1) * (accumulation or 1) * processes
+    if total != product if per_gpu and accumulation else total % product:
+        factors = " x ".join(str(each) for each in (per_gpu, accumulation, processes) if each)
+        yield f"{total} is not {factors}" + ("" if per_gpu and accumulation else ", nor a multiple of it")
 
 
 @rule(ERROR, TRAINER, library="transformers", fix='"auto" in the JSON', for_every_program=True)

@@ -188,7 +188,7 @@ def unknown_word(doc: Document) -> Iterator[Match]:
         value, words = doc.get(place), [str(each) for each in table["words"]]
         fold = str.upper if table["fold"] == "upper" else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-        if value == "auto" and doc.kind == DEEPSPEED:
+        if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
         elif is_word and fold(str(value)) not in map(fold, words):
             yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))

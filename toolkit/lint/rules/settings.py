@@ -16,11 +16,13 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
+from toolkit.lint.job_script import PYTHON
 from toolkit.lint.named_files import find_named, has_own_loop
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
 WORDS = ("dummy", "???", "...")  # that stand for a value
+PLAIN = {"num-processes", "mixed-precision", "main-process-port", "m", "module"}  # options that choose no engine
 FALSE_WORDS = {"false", "no", "n", "f", "off", "0"}
 
 
@@ -156,6 +158,15 @@ def is_on_one_gpu(doc: Document) -> bool:
     """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
     before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
     return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and "FORCE_TORCHRUN" not in text
+
+
+def is_without_rank(doc: Document) -> bool:
+    """Return True for a process that nothing tells its rank: of `python`, or of an accelerate that starts one."""
+    call, text = doc.start, doc.command.text if doc.command else doc.text
+    if call is None or re.search(r"\b(?:srun|mpirun|mpiexec)\b", call.before) or re.search(r"\bRANK=", text):
+        return False
+    is_one = call.tool == "accelerate" and call.options.keys() <= PLAIN and call.options.get("num-processes") == "1"
+    return call.tool == PYTHON or is_one
 
 
 # -- DeepSpeed's configuration

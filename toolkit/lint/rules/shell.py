@@ -17,7 +17,7 @@ ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\]
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
-TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=\w)")
+TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 ASSIGNED = re.compile(
     r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
@@ -38,7 +38,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
-    for start, end in script.commands if script.launches else ():
+    for start, end in script.commands if script.calls else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
@@ -56,13 +56,16 @@ def lost_line(doc: Document) -> Iterator[Match]:
             yield Match(found[1], message, fix, line=line)
             if is_windows:
                 return
+    if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
+        fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
+        yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
     """Quotes and dashes of a word processor are letters to bash, a part of the value."""
     script = doc.script
-    for start, end in script.commands if script.launches else ():
+    for start, end in script.commands if script.calls else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
         command = script.text[start:end]
         is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
@@ -76,9 +79,9 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
 def not_exported(doc: Document) -> Iterator[Match]:
     """A variable on a line of its own that is not exported stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
-    if not script.launches or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
+    if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
-    names = {name for tool in ("all", *(call.tool for call in script.launches)) for name in table.get(tool, ())}
+    names = {name for tool in ("all", *(call.tool for call in script.calls)) for name in table.get(tool, ())}
     reported = set()
     for found in ASSIGNED.finditer(script.text):
         for place in re.finditer(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
@@ -99,7 +102,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
 def unknown_variable(doc: Document) -> Iterator[Match]:
     """Neither accelerate nor transformers reads a variable of this name: the default applies."""
     by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
-    for found in by_name.values() if doc.script.launches else ():
+    for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
         used = doc.script.mentions(rf"\$\{{?{found[1]}\b") or found[3].endswith(
             ("CONFIG", "CONFIG_FILE", "ARGS", "DIR")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_script import LauncherCall
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,
@@ -121,15 +122,23 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
 
 def processes_of(doc: Document) -> int | None:
     """Return the number of processes that a launcher starts, where its options or its YAML say it."""
-    options, tool = doc.start.options if doc.start else {}, doc.start.tool if doc.start else ""
+    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
+    return processes_of_call(doc.start, in_yaml) if doc.start else None
+
+
+def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
+    """Return the number of processes that a launcher starts, where its options, or accelerate's YAML, say it."""
+    options, tool = call.options, call.tool
+    if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
+        included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
+        return len(included[1].split(",")) if included else None
     if tool in PROCESSES_AND_NODES:
         per_node, nodes = PROCESSES_AND_NODES[tool]
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
         return math.prod(map(int, filter(None, counts))) if all(counts) else None
-    if doc.start and tool in ("swift", "llamafactory-cli"):
-        found = [re.search(rf"\b{name}=[\"']?(\d+)\b", doc.start.before) for name in VARIABLES]
+    if tool in ("swift", "llamafactory-cli"):
+        found = [re.search(rf"\b{name}=[\"']?(\d+)\b", call.before) for name in VARIABLES]
         return math.prod(int(each[1]) for each in found if each) if found[0] else None
-    in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     return as_int(options.get("num-processes") or in_yaml)
 
 
@@ -208,7 +217,7 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
     """
-    value = doc.get("fsdp")
+    value = doc.get("fsdp") if doc.program != "ms-swift" else None  # which has words of its own
     if isinstance(value, list) or (isinstance(value, str) and value and as_bool(value) is None):
         version, named = as_int(fsdp_setting(doc, "version", 2)), str(value).lower()
         reshard = "false" if "shard_grad_op" in named else "true"
