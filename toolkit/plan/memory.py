@@ -157,6 +157,7 @@ def plan_engine_memory(
         states=states,
         buffers=engine_buffers(engine, weights, states, job),
         batch=micro_batch(shape, engine, job, weights),
+        evaluated=None if job.evaluation is None else micro_batch(shape, engine, job.evaluation, weights),
         load=load,
     )
     phases = peaks(rank)
