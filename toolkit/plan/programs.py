@@ -58,8 +58,8 @@ class Numerics:
     """FSDP's state dict is gathered on every GPU, in fp32, where nothing sends it to the host: the Trainer did not
     until 4.30, accelerate does since (`get_state_dict`)."""
     zero3_init: bool = True
-    """Weights are sharded as they are loaded. With accelerate's `zero3_init_flag: false` DeepSpeed first moves the whole
-    model to each GPU (0.19.8, `_configure_distributed_model`)."""
+    """Weights are sharded as they are loaded. With `zero3_init_flag: false` DeepSpeed first moves all of them to each
+    GPU (0.19.8, `_configure_distributed_model`)."""
     data_parallel: int = 0
     """GPUs of one process, under torch's `DataParallel`; 0: one."""
     tiled_mlp: bool = False
