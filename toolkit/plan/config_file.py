@@ -343,8 +343,9 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     for name in ("train_only", "freeze"):
         if job.value(name):
             yield name, "method", "all weights are planned as trained"
+    with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
-        if value not in (None, False) and name not in ("optim", "padding_free") and _is_among(name, _tables()[1]):
+        if value not in (None, False) and name not in with_options and _is_among(name, _tables()[1]):
             yield name, None, ""
     precision = _precision(source, job)
     if precision is not None:
