@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import run_command
 from live_bytes import LiveBytes
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
@@ -155,3 +156,16 @@ def test_bitsandbytes_optimizers_run_under_fsdp1_whose_parameters_are_plain_tens
     with pytest.raises(ToolkitError, match="take no DTensors"):
         check_supported(preset, job().as_trained, world_size=8, purpose="plan")
     assert job(fsdp1=True).optimizer.class_name.startswith("bitsandbytes")
+
+
+def test_a_file_that_evaluates_is_planned_with_its_evaluation(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "full.yaml"
+    text = "model_name_or_path: Llama-3.2-3B\nstage: sft\nfinetuning_type: full\nbf16: true\ndo_train: true\n"
+    text += "dataset: identity\ntemplate: llama3\ncutoff_len: 1024\nper_device_train_batch_size: 1\n"
+    evaluation = "val_size: 0.1\nper_device_eval_batch_size: 4\neval_strategy: steps\neval_steps: 100\n"
+    words = ["plan", "--gpu", "h200", "--num-processes", "1", "--preset", "single", "--parts", "--config", str(file)]
+    for more in ("", evaluation):
+        file.write_text(text + more)
+        _, said, _ = run_command(words, capsys)
+        assert ("  evaluate" in said) is bool(more)
+        assert "per_device_eval_batch_size" not in said
