@@ -3,7 +3,8 @@
 The half `built` was looked at while the planner was changed; of `kept`, other sources, only the end;
 `later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
 for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
-and `final`. GB are read as GiB.
+and `final`. All of these shaped the planner or its limits; `unseen` was planned once, after every change, and nothing
+was changed for it. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -36,11 +37,15 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
     yield from ((row, plan) for row, plan in reported() if row["half"] == half)
 
 
+def in_sample() -> Iterator[tuple[dict[str, str], Plan]]:
+    yield from ((row, plan) for row, plan in reported() if row["half"] != "unseen")
+
+
 @pytest.mark.parametrize(
     ("half", "out_of_memory", "wrong"),
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 4), ("last", 8, 0), ("latest", 17, 3)],
-        *[("newest", 25, 0), ("final", 10, 2)],
+        *[("newest", 25, 0), ("final", 10, 1), ("unseen", 24, 6)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -50,7 +55,8 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     refused = {row["id"] for row, plan in of(half) if row["reported"] != "OOM" and plan.verdict == DOES_NOT_FIT}
     assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
     # Of three, only the length at which rows are cut is stated; of the fourth, not whether it ran under FSDP or ZeRO-3.
-    known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}}
+    # Of the fifth, a blog, nothing but the model, the GPUs, rows and batch.
+    known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}, "unseen": {"blog-1412"}}
     assert refused == known.get(half, set())
 
 
@@ -68,27 +74,35 @@ def has_twice(plan: Plan) -> bool:
 
 def test_jobs_that_ran_out_of_memory_and_fit_are_few_and_no_margin_would_tell_them() -> None:
     """Their cause is not in the plan, or not in the report: with twice the planned memory four of 26 ran out of it."""
-    fits = [(row, allowance(plan)) for row, plan in reported() if plan.verdict == FITS]
+    fits = [(row, allowance(plan)) for row, plan in in_sample() if plan.verdict == FITS]
     wrong = {row["id"]: room for row, room in fits if row["reported"] == "OOM"}
     for name, room in wrong.items():
         print(f"{name:16} fits by {room:.1f} margins")
     thin = {"lf-6942": "whether GPU or host", "openrlhf-384-eager": "whose numerics"}
     thin |= {"lf-1722": "an older model, and which GPU"}
-    # LLaMA-Factory 0.7 trained on several GPUs in one process (`cli.py`), so under DataParallel, which is not planned.
-    in_one_process = {"lf-3914", "lf-3612-8"}
+    # LLaMA-Factory 0.7 trained on several GPUs in one process (`cli.py`), so under DataParallel; and then?
+    thin |= {"lf-3914": "why 19 GiB are not enough"}
     not_known = {"lf-5070", "lf-1383", "lf-5709", "ms-swift-4486"}
-    assert wrong.keys() == {*thin, *in_one_process, *not_known}
+    assert wrong.keys() == {*thin, *not_known}
     assert len(fits) >= 55
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
     assert statistics.mean(enough) < 0.12
-    twice = [row["reported"] == "OOM" for row, plan in reported() if has_twice(plan)]
+    twice = [row["reported"] == "OOM" for row, plan in in_sample() if has_twice(plan)]
     assert 0.1 < statistics.mean(twice) < 0.25
 
 
-def test_no_more_than_one_in_ten_fits_of_jobs_that_ran_out_of_memory() -> None:
-    ran_out = [plan.verdict for row, plan in reported() if row["reported"] == "OOM"]
+def test_no_more_than_one_in_ten_fits_of_jobs_that_ran_out_of_memory_and_shaped_the_planner() -> None:
+    ran_out = [plan.verdict for row, plan in in_sample() if row["reported"] == "OOM"]
     print(f"{ran_out.count(FITS)} of {len(ran_out)}")
     assert ran_out.count(FITS) <= len(ran_out) / 10
+
+
+def test_of_unseen_jobs_that_ran_out_of_memory_one_in_four_fits() -> None:
+    """A miss: Unsloth's evaluation, 8-bit weights of 2023 (two), FSDP1 of July 2023, kept logits, flash attention."""
+    wrong = {row["id"] for row, plan in of("unseen") if row["reported"] == "OOM" and plan.verdict == FITS}
+    assert wrong == {
+        *("unsloth-5168", "alpaca-lora-28-4", "vicuna-rlhf-6", "cookbook-37", "transformers-25313", "longchat-28-32k"),
+    }
 
 
 def test_what_torch_cannot_use_when_a_job_runs_out_is_within_the_margin_of_most() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.engines.engine import Engine, EngineSettings, PlannedStep, Sharding
 from toolkit.engines.planned import ADAM_BYTES, Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of, total
-from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
+from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Tensor
 
 SHARDING_OF_STAGE = {0: "replicate", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
@@ -228,7 +228,8 @@ class Zero(Engine):
         self, settings: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedBatch
     ) -> EngineBuffers:
         """Return buckets, what is gathered, and what the step flattens."""
-        return (_zero3_buffers if settings.shards_parameters else _zero12_buffers)(settings, weights)
+        copies = OPTIMIZERS[job.optim].step_copies
+        return (_zero3_buffers if settings.shards_parameters else _zero12_buffers)(settings, weights, copies)
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
         """Yield master weights, gradients, and what passes between host and GPU; page-locked blocks are rounded."""
@@ -311,8 +312,9 @@ def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> in
     return FP32_BYTES * sum(tensor.num_elements for tensor in held) + optimizer.state_bytes(held)
 
 
-def _zero12_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuffers:
-    """A reduction bucket until the step; in the step the partition's flat gradients and their fp32 copy."""
+def _zero12_buffers(settings: EngineSettings, weights: JobWeights, step_copies: int) -> EngineBuffers:
+    """A reduction bucket until the step; in the step the partition's flat gradients and their fp32 copy, which alone is
+    left, with the gradients freed, when the optimizer runs (`stage_1_and_2.py`, `step`)."""
     share = weights.num_trained // settings.world_size
     bucket = settings.element_bytes * settings.reduce_bucket * settings.num_reduce_buckets
     if settings.sharding == "shard_grad_op":
@@ -321,6 +323,7 @@ def _zero12_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuff
         bucket += settings.element_bytes * min(settings.reduce_bucket, weights.num_trained)
     norm = NORM_BYTES * min(weights.largest_trained, share)
     flat = (settings.element_bytes + FP32_BYTES) * share
+    updating = (FP32_BYTES * (1 + step_copies) - settings.element_bytes) * share
     if settings.offload_optimizer:  # gradients pass through the GPU one at a time
         staging = settings.element_bytes * weights.largest_trained
         return EngineBuffers(lasting_bytes=staging, backward_bytes=bucket, first_layer_bytes=bucket, step_bytes=0)
@@ -328,14 +331,14 @@ def _zero12_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuff
     return EngineBuffers(
         backward_bytes=reduced,
         first_layer_bytes=reduced,
-        step_bytes=max(norm, flat),
+        step_bytes=max(norm, flat, updating),
         # `stage_1_and_2.py` line 440: a group is flattened on the GPU if it has room for it; later come master weights
         # and gradients of zeros (`initialize_optimizer_states`).
         load_bytes=max(settings.element_bytes * weights.num_trained, 2 * FP32_BYTES * share),
     )
 
 
-def _zero3_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuffers:
+def _zero3_buffers(settings: EngineSettings, weights: JobWeights, step_copies: int) -> EngineBuffers:
     """Gathered at once: parameters that are used again within the reuse distance, or that have been prefetched.
 
     The reuse distance counts uses in forward and backward, so it covers half as many parameters. Each module, also one
@@ -366,7 +369,10 @@ def _zero3_buffers(settings: EngineSettings, weights: JobWeights) -> EngineBuffe
         midway_bytes=with_embedding - gathered,
         first_layer_bytes=backward,
         end_bytes=gathered,
-        step_bytes=0 if settings.offload_optimizer else (element + FP32_BYTES) * sub_group,
+        # Of a sub-group: gradients in fp32, made beside the flat ones, and then beside the optimizer's own copies.
+        step_bytes=0
+        if settings.offload_optimizer
+        else (FP32_BYTES + max(element, FP32_BYTES * step_copies)) * sub_group,
         load_bytes=max(weights.largest_bytes(element), 0 if settings.offload_optimizer else build),
     )
 

@@ -32,7 +32,7 @@ class QuantizedBase:
     """4-bit weights are stored in a floating dtype; accelerate leaves those in uint8 out of FSDP2's sharding."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # `job_weights` returns the same object for the same job
 class JobWeights:
     """The tensors of a job, trained and frozen. Sums run over kinds of layers, not over layers."""
 

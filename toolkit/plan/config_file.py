@@ -112,6 +112,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     found = {name: getattr(planned, name) for name in (*PLANNED_ARGUMENTS, *CHOSEN) if name in names} | {"loss": loss}
     if "optim" not in job.given:  # the program's version decides
         del found["optim"]
+    if not planned.evaluates:
+        del found["per_device_eval_batch_size"]
     found |= {"num_train_epochs": job.value("num_train_epochs") or 3.0, "max_steps": job.value("max_steps")}
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
@@ -341,8 +343,9 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     for name in ("train_only", "freeze"):
         if job.value(name):
             yield name, "method", "all weights are planned as trained"
+    with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
-        if value not in (None, False) and name not in ("optim", "padding_free") and _is_among(name, _tables()[1]):
+        if value not in (None, False) and name not in with_options and _is_among(name, _tables()[1]):
             yield name, None, ""
     precision = _precision(source, job)
     if precision is not None:

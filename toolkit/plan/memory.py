@@ -6,8 +6,9 @@ and `toolkit.models.activations`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from toolkit.engines.engine import EngineSettings
@@ -83,7 +84,7 @@ class OtherReading(NamedTuple):
         return f"up to {tenths_of_gib(self.possible_peak_bytes)} unless `{self.option}`"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
 
@@ -95,8 +96,13 @@ class MemoryPlan:
     """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
     host: HostMemory
     margin: Margin
-    other: OtherReading | None = None
-    """The reading of the job's options with most memory; None where all that decide are given."""
+    readings: Callable[[], Iterable[OtherReading]] = field(default=tuple, compare=False)
+    """Plans the other readings of the job's options; only asked for where this one fits."""
+
+    @cached_property
+    def other(self) -> OtherReading | None:
+        """The reading with most memory; None where all options that decide are given."""
+        return max(self.readings(), default=None)
 
     @property
     def peak(self) -> PhaseMemory:
@@ -157,14 +163,16 @@ def plan_engine_memory(
         states=states,
         buffers=engine_buffers(engine, weights, states, job),
         batch=micro_batch(shape, engine, job, weights),
+        evaluated=None if job.evaluation is None else micro_batch(shape, engine, job.evaluation, weights),
         load=load,
     )
     phases = peaks(rank)
     in_step = next(phase.allocated_bytes for phase in phases if phase.phase == "step")
-    readings = [
-        OtherReading(plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
-        for option, other in job.other_readings()
-    ]
+
+    def readings() -> Iterable[OtherReading]:
+        for option, other in job.other_readings():
+            yield OtherReading(plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
+
     return MemoryPlan(
         states=states,
         phases=phases,
@@ -179,7 +187,7 @@ def plan_engine_memory(
         driver_bytes=driver_bytes(engine),
         host=host_memory(engine, weights, states, job),
         margin=_margin(engine, shape, job),
-        other=max(readings, default=None),
+        readings=readings,
     )
 
 
@@ -234,8 +242,9 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         margin=plan.margin,
         least_peak_bytes=plan.least_peak_bytes,
     )
-    may_need_more = plan.other is not None and plan.other.possible_peak_bytes > memory_bytes
-    return TOO_CLOSE if verdict == FITS and may_need_more else verdict
+    if verdict == FITS and plan.other is not None and plan.other.possible_peak_bytes > memory_bytes:
+        return TOO_CLOSE
+    return verdict
 
 
 @lru_cache(maxsize=64)

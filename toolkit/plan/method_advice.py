@@ -51,9 +51,10 @@ def _loss_advice(
     if job.loss == "full" and share >= MANY_LOGITS:
         chunked = plan_memory(shape, preset, world_size=world_size, job=replace(job, loss="chunked"))
         if chunked.planned_peak_bytes < memory.planned_peak_bytes - GIB // 2:
+            liger = "" if job.evaluates else " or `--loss fused` (Liger)"  # which makes them in an evaluation
             yield (
                 f"logits are {percent(share)} of what torch allocates; with `--loss chunked` (as `toolkit train` and "
-                f"TRL) or `--loss fused` (Liger) the peak is {tenths_of_gib(chunked.planned_peak_bytes)} GiB"
+                f"TRL){liger} the peak is {tenths_of_gib(chunked.planned_peak_bytes)} GiB"
             )
 
 

@@ -5,12 +5,15 @@ Rank 0 has the largest share under every engine. `tests/plan/test_engine_bytes.p
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from toolkit.engines.engine import EngineSettings
 from toolkit.engines.planned import ModelStates
 from toolkit.models.job_weights import JobWeights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 
 
+@lru_cache(maxsize=64)  # the same for every micro-batch that a search tries
 def model_states(engine: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec | None = None) -> ModelStates:
     """Return the bytes that the engine's rank holds between steps, with the default optimizer or another."""
     return engine.traits.model_states(engine, weights, optimizer or OPTIMIZERS[DEFAULT_OPTIMIZER])

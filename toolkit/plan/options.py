@@ -111,6 +111,9 @@ class PlanOptions(JobAndGpuOptions):
     gradient_accumulation_steps: Annotated[
         int | None, Option(help="accumulation steps per optimizer step; by default for 32 sequences, or 1")
     ] = None
+    per_device_eval_batch_size: Annotated[
+        int | None, Option(help="sequences per GPU when the job evaluates; by default it does not", min=1)
+    ] = None
     activation_checkpointing: Annotated[
         bool | None,
         Option(
@@ -218,6 +221,13 @@ class PlanOptions(JobAndGpuOptions):
             help="FSDP: each rank gathers all weights on its GPU to save them, as the Trainer did until 4.30",
             show_default=False,
         ),
+    ] = None
+    zero3_init: Annotated[
+        bool | None,
+        Option("--zero3-init/--no-zero3-init", help="ZeRO-3 shards weights as they are loaded", show_default=False),
+    ] = None
+    data_parallel: Annotated[
+        int | None, Option(help="GPUs of one process: DataParallel gathers all logits on the first", min=2)
     ] = None
     torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
         None

@@ -20,7 +20,7 @@ from toolkit.plan.programs import TOOLKIT
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
 STATES = PARTS[:4]
-PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step", "save")
+PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step", "evaluate", "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,7 @@ class Rank:
     states: ModelStates
     buffers: EngineBuffers
     batch: MicroBatch
+    evaluated: MicroBatch | None = None
     load: StageLoad | None = None  # of a stage of a pipeline
 
     @property
@@ -76,10 +77,15 @@ class Rank:
         return 0 if self.engine.offload_optimizer else self.states.gradient_bytes
 
     @property
-    def waiting_gradients(self) -> int:
-        """Those of earlier accumulation steps; what is never freed: ZeRO-3's partition, and views of DDP's buckets."""
+    def lasting_gradients(self) -> int:
+        """Those that are never freed: ZeRO-3's partition, and views of DDP's buckets."""
         never_freed = self.is_zero3 or (self.engine.traits.uses_ddp and self.job.has_bucket_views)
-        return self.gradients if never_freed or self.job.gradient_accumulation_steps > 1 else 0
+        return self.gradients if never_freed else 0
+
+    @property
+    def waiting_gradients(self) -> int:
+        """Those of earlier accumulation steps, and what is never freed."""
+        return self.gradients if self.job.gradient_accumulation_steps > 1 else self.lasting_gradients
 
     @property
     def is_zero3(self) -> bool:
@@ -90,6 +96,20 @@ class Rank:
     def head(self) -> int:
         """Elements of the head."""
         return self.shape.vocab_size * self.shape.hidden_size // self.engine.tp
+
+    @property
+    def gathered_embedding(self) -> int:
+        """An untied embedding, which is in FSDP1's root unit: that stays whole from its forward to the end of the
+        backward (torch 2.13, `_runtime_utils.py:495`). FSDP2's is a unit of its own."""
+        is_held = self.job.numerics.fsdp1 and self.engine.traits.gathers_layers and not self.shape.tied_embeddings
+        return self.engine.element_bytes * self.weights.embedding if is_held else 0
+
+    @property
+    def gathered_outputs(self) -> int:
+        """Logits of all replicas, which `DataParallel` gathers beside those of the first, after the losses."""
+        element = FP32_BYTES if self.job.loss == "upcast" else self.engine.element_bytes
+        each = element * self.job.tokens_per_forward * self.shape.vocab_size
+        return (self.job.numerics.data_parallel + 1) * each if self.job.numerics.data_parallel else 0
 
     @cached_property
     def prefetched(self) -> int:
@@ -114,7 +134,7 @@ class Rank:
 
 def peaks(rank: Rank) -> tuple[PhaseMemory, ...]:
     """Return the moment of each phase that allocates most."""
-    phases = (load, precompute, generate, score, forward, backward, step, save)
+    phases = (load, precompute, generate, score, forward, backward, step, evaluate, save)
     moments = sorted((moment for phase in phases for moment in phase(rank)), key=lambda each: each.allocated_bytes)
     largest = {moment.phase: moment for moment in moments}
     return tuple(largest[phase] for phase in PHASES if phase in largest)
@@ -131,6 +151,9 @@ def load(rank: Rank) -> Iterator[PhaseMemory]:
         whole = rank.weights.held_bytes(rank.engine.element_bytes) - rank.weights.constant_bytes  # nobody copies these
         whole -= rank.parameters - rank.weights.constant_bytes if numerics.fsdp1 else 0
     yield PhaseMemory(phase="load", parameter_bytes=rank.parameters, buffer_bytes=max(rank.buffers.load_bytes, whole))
+    if rank.is_zero3 and not numerics.zero3_init:
+        element = rank.engine.element_bytes
+        yield PhaseMemory(phase="load", parameter_bytes=rank.weights.held_bytes(element, element))
 
 
 def precompute(rank: Rank) -> Iterator[PhaseMemory]:
@@ -198,6 +221,10 @@ def forward(rank: Rank) -> Iterator[PhaseMemory]:
     yield _moment(rank, "forward", gradients, batch.saved, buffers=buffers.forward_layer_bytes + in_layer)
     at_end = buffers.forward_bytes + batch.copies.forward + batch.copies.head + rank.prefetched
     yield _moment(rank, "forward", gradients, batch.saved + batch.outer, logits=batch.logits[0], buffers=at_end)
+    if rank.gathered_outputs:
+        saved = batch.saved + batch.outer
+        log_probabilities = LOG_PROBABILITY_BYTES * rank.job.tokens_per_forward * rank.shape.vocab_size
+        yield _moment(rank, "forward", gradients, saved, logits=log_probabilities + rank.gathered_outputs)
     if buffers.midway_bytes:
         saved = int(batch.saved * (1 - _layers_ahead(rank)))
         midway = buffers.forward_bytes + buffers.midway_bytes + in_layer
@@ -220,7 +247,8 @@ def backward(rank: Rank) -> Iterator[PhaseMemory]:
     is_tied = rank.shape.tied_embeddings and rank.weights.adapters is None
     element = (4 if rank.engine.autocasts else 2) * (2 if rank.engine.element_bytes == 4 else 1)
     tied = 2 * element * rank.head if is_tied else 0
-    yield _moment(rank, "backward", rank.gradients, buffers=buffers.end_bytes + tied)
+    summed = rank.gradients if rank.gathered_outputs else 0  # of all replicas, beside the first one's own
+    yield _moment(rank, "backward", rank.gradients, buffers=buffers.end_bytes + tied + summed)
     if buffers.midway_bytes:
         yield _layer_in_backward(rank, waiting, int(batch.saved * _layers_ahead(rank)), buffers.midway_bytes)
 
@@ -229,6 +257,16 @@ def step(rank: Rank) -> Iterator[PhaseMemory]:
     """Activations are gone and gradients reduced: ZeRO-1 has freed all but its partition of them."""
     ranks = rank.engine.world_size if rank.engine.sharding == "shard_optimizer" else 1
     yield _moment(rank, "step", rank.gradients // ranks, buffers=rank.buffers.step_bytes)
+
+
+def evaluate(rank: Rank) -> Iterator[PhaseMemory]:
+    """The Trainer's evaluation, between two steps: a batch without a graph, in a layer and at its loss."""
+    batch, gradients, buffers = rank.evaluated, rank.lasting_gradients, rank.buffers
+    if batch is not None:
+        in_layer = buffers.forward_layer_bytes + batch.exchanged + batch.copies.layer
+        yield _moment(rank, "evaluate", gradients, batch.one_forward, buffers=in_layer)
+        at_end = buffers.forward_bytes + batch.copies.head
+        yield _moment(rank, "evaluate", gradients, logits=batch.logits[0], buffers=at_end)
 
 
 def save(rank: Rank) -> Iterator[PhaseMemory]:
@@ -282,12 +320,13 @@ def _moment(
     job, method, batch, stage = rank.job, rank.job.method, rank.batch, rank.load
     lasting = rank.buffers.lasting_bytes + job.workspace_bytes
     in_flight = batch.tower
+    lasting += rank.gathered_embedding if phase in ("score", "forward", "backward", "evaluate") else 0
     if stage is not None:
         lasting += ACTIVATION_BYTES * job.tokens_per_forward * rank.shape.hidden_size * stage.buffered_activations
         at_head = 0 if job.method_loss == "log_probs" else stage.logits_in_flight
         in_flight += max(0, int(batch.saved * (stage.micro_batches_in_flight - 1)))
         in_flight += LOG_PROBABILITY_BYTES * job.tokens_per_forward * rank.shape.vocab_size * at_head
-    if phase not in ("step", "save"):
+    if phase not in ("step", "evaluate", "save"):
         activations += in_flight
         lasting += rank.buffers.accumulated_bytes + rank.buffers.waiting_bytes
         if rank.buffers.accumulated_bytes:  # freed layer by layer as the last backward makes the shards, no larger ones

@@ -59,6 +59,7 @@ PLANNED_ARGUMENTS = (
     *(*BATCH_ARGUMENTS, "packing", "attn_implementation", "lora_r", "lora_target_modules", "load_in_4bit", "optim"),
     *("loss_chunk_tokens", "async_save", "pipeline_schedule", "pipeline_chunks", *DEGREES),
     "activation_checkpointing_offload",
+    *("eval_strategy", "per_device_eval_batch_size"),
 )
 
 
@@ -122,6 +123,8 @@ class PlannedJob(Job):
             given.setdefault("activation_checkpointing", True)
         if getattr(options, "oft_block_size", None):
             given.setdefault("lora_r", 1)  # adapters beside frozen weights, without a rank
+        if getattr(options, "per_device_eval_batch_size", None):
+            given["eval_strategy"] = "epoch"
         if targets := getattr(options, "optim_target_modules", None):
             given["other"] = {"optim_target_modules": targets if len(targets) > 1 else targets[0]}
         method, lora = Method.from_options(options), given.get("lora_r") is not None
@@ -146,6 +149,17 @@ class PlannedJob(Job):
             yield "--optim adamw_torch_fused", replace(decided, optim="adamw_torch")
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
+
+    @property
+    def evaluation(self) -> PlannedJob | None:
+        """The job of an evaluation's batches; None where there are none. The Trainer keeps their losses alone.
+
+        Liger's loss makes all logits there: it skips those of the training alone (0.8.5, `lce_forward`: `skip_logits`).
+        """
+        if not self.evaluates or self.method.generates:
+            return None
+        loss = "full" if self.loss == "fused" else self.loss
+        return replace(self, per_device_train_batch_size=self.per_device_eval_batch_size, loss=loss)
 
     @property
     def quantized_base(self) -> QuantizedBase | None:
@@ -234,8 +248,12 @@ class PlannedJob(Job):
 
     @cached_property
     def as_trained(self) -> Job:
-        """The job as the compatibility rules see it: losses have names of their own in the planner."""
-        return replace(self, loss="auto", use_liger_kernel=self.use_liger_kernel or self.loss == "fused")
+        """The job as the compatibility rules see it: losses have names of their own in the planner.
+
+        FSDP1's flat parameters are plain tensors, which every optimizer takes.
+        """
+        optim = DEFAULT_OPTIMIZER if self.numerics.fsdp1 else self.optim
+        return replace(self, loss="auto", use_liger_kernel=self.use_liger_kernel or self.loss == "fused", optim=optim)
 
     def weights(self, shape: ModelShape, *, element_bytes: int = 2) -> JobWeights:
         """Return the tensors that this job trains and freezes of a model; untrained ones take `element_bytes` each."""

@@ -57,11 +57,17 @@ class Numerics:
     save_on_gpu: bool = False
     """FSDP's state dict is gathered on every GPU, in fp32, where nothing sends it to the host: the Trainer did not
     until 4.30, accelerate does since (`get_state_dict`)."""
+    zero3_init: bool = True
+    """Weights are sharded as they are loaded. With `zero3_init_flag: false` DeepSpeed first moves all of them to each
+    GPU (0.19.8, `_configure_distributed_model`)."""
+    data_parallel: int = 0
+    """GPUs of one process, under torch's `DataParallel`; 0: one."""
     tiled_mlp: bool = False
     """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
     of one part. What it saves stays."""
 
 
+REPLICAS = "the speed is that of one GPU, without DataParallel's replicas"
 OFT = "the time that OFT's rotations take, of which nothing was measured"
 OURS = Numerics()
 
@@ -190,6 +196,7 @@ def numerics_text(numerics: Numerics) -> str:
         "fsdp1": "FSDP1",
         "save_on_gpu": "saved from the GPU",
         "tiled_mlp": "MLP in tiles",
+        "data_parallel": "GPU 0 of DataParallel",
     }
     parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []
     parts += [text for name, text in words.items() if getattr(numerics, name)]
@@ -219,4 +226,5 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
 def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
     """Return what of a program is known to differ from the plan."""
     others = {COMPILED: numerics.torch_compile, FSDP1: numerics.fsdp1, OFT: bool(numerics.oft_block_size)}
+    others |= {REPLICAS: numerics.data_parallel > 1}
     return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))

@@ -1,0 +1,171 @@
+"""Moments of a job beside its steps, and what engines hold in them: compared with the libraries on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_line import run_command
+from live_bytes import LiveBytes
+from model_configs import LLAMA_8B_PARAMS, llama_8b
+
+from toolkit.errors import ToolkitError
+from toolkit.models.job_weights import job_weights
+from toolkit.plan.engine_buffers import engine_buffers
+from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.memory import MemoryPlan, plan_memory
+from toolkit.plan.model_states import model_states
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.phases import PhaseMemory
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.presets import load_preset
+from toolkit.presets.support import check_supported
+
+VOCABULARY, HIDDEN = 128_256, 4_096
+
+
+def planned(preset: str = "single", ranks: int = 1, **options: Any) -> MemoryPlan:
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_seq_length": 2048}
+    given = {**sizes, "activation_checkpointing": True, **options}
+    job = PlannedJob.from_options(PlanOptions(**given), full_length=True)
+    return plan_memory(llama_8b(), load_preset(preset), world_size=ranks, job=job)
+
+
+def phase(name: str, *job: Any, **options: Any) -> PhaseMemory:
+    return next(each for each in planned(*job, **options).phases if each.phase == name)
+
+
+def test_fsdp1s_root_unit_has_the_embedding_and_stays_whole_from_forward_to_backward() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        settings: dict[str, Any] = {"auto_wrap_policy": policy, "device_id": torch.device("cpu")}
+        settings["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+        sharded = FullyShardedDataParallel(model, use_orig_params=True, **settings)
+        units = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(sharded)]
+
+        def gathered() -> list[int]:
+            return [unit._full_param_padded.untyped_storage().nbytes() for unit in units]
+
+        rows = torch.zeros(1, 8, dtype=torch.long)
+        loss = sharded(input_ids=rows, labels=rows).loss
+        between = gathered()
+        loss.backward()
+        after = gathered()
+    finally:
+        dist.destroy_process_group()
+    assert (between, after) == ([2 * (2 * 96 * 64 + 64), 0, 0], [0, 0, 0])  # embedding, head and final norm, in bf16
+    of_fsdp1, of_fsdp2 = (phase("forward", "fsdp2", 8, lora_r=8, fsdp1=fsdp1) for fsdp1 in (True, False))
+    assert of_fsdp1.buffer_bytes - of_fsdp2.buffer_bytes == 2 * VOCABULARY * HIDDEN
+    assert phase("step", "fsdp2", 8, fsdp1=True) == phase("step", "fsdp2", 8)
+
+
+@pytest.mark.parametrize(("optim", "copies"), [("adamw_torch", 1), ("adamw_torch_fused", 0)])
+def test_zeros_step_has_the_copy_that_torchs_foreach_kernels_make(optim: str, copies: int) -> None:
+    """One flat tensor, as DeepSpeed gives it to the optimizer; beside it are its fp32 gradient and AdamW's states."""
+    flat = torch.nn.Parameter(torch.zeros(1 << 16))
+    optimizer = torch.optim.AdamW([flat], foreach=bool(copies), fused=not copies)
+    flat.grad = torch.ones_like(flat)
+    optimizer.step()
+    with LiveBytes() as bytes_of:
+        optimizer.step()
+    assert bytes_of.peak // flat.nbytes == copies
+    assert bytes_of.peak % flat.nbytes < 1024
+
+    def step_bytes(preset: str) -> int:
+        engine, weights = engine_settings(load_preset(preset), world_size=8, hidden_size=4096), job_weights(llama_8b())
+        job = PlannedJob(optim=optim)
+        return engine_buffers(engine, weights, model_states(engine, weights, job.optimizer), job).step_bytes
+
+    # ZeRO-3 keeps its bf16 partition of the gradients; ZeRO-2 has freed the gradients, which the plan counts apart.
+    assert step_bytes("zero3") == (8 if copies else 6) * min(LLAMA_8B_PARAMS // 8, 10**9)
+    assert step_bytes("zero2") == 6 * (LLAMA_8B_PARAMS // 8)
+
+
+def test_an_evaluation_makes_the_logits_of_its_batch_without_activations_or_gradients() -> None:
+    """transformers' loss, as in training: bf16 logits, their fp32 copy and log-probabilities."""
+    hidden, labels = torch.zeros(4, 65, 8, dtype=torch.bfloat16), torch.zeros(4, 65, dtype=torch.long)
+    head, number = torch.nn.Linear(8, 4096, bias=False, dtype=torch.bfloat16), 4 * 65 * 4096
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    with torch.no_grad(), LiveBytes() as bytes_of:
+        logits = head(hidden)  # which the model returns
+        ForCausalLMLoss(logits, labels, vocab_size=4096)
+    assert bytes_of.peak / number == pytest.approx(10, rel=0.01)
+    job: dict[str, Any] = {"loss": "full", "per_device_eval_batch_size": 8}
+    evaluated = phase("evaluate", "zero2", 8, **job)
+    assert evaluated.logits_bytes == 10 * 8 * 2048 * VOCABULARY
+    assert (evaluated.gradient_bytes, evaluated.activation_bytes) == (0, 0)
+    # ZeRO-3's partition of the gradients stays
+    assert phase("evaluate", "zero3", 8, **job).gradient_bytes == phase("step", "zero3", 8, **job).gradient_bytes
+    assert "evaluate" not in [each.phase for each in planned("zero2", 8, loss="full").phases]
+
+
+def test_ligers_loss_makes_all_logits_in_an_evaluation() -> None:
+    job: dict[str, Any] = {"per_device_eval_batch_size": 2}
+    fused, full = (phase("evaluate", **job, use_liger_kernel=liger, loss="full") for liger in (True, False))
+    assert fused.logits_bytes == full.logits_bytes
+    job |= {"use_liger_kernel": True, "loss": "fused", "lora_r": 8}
+    assert phase("forward", **job).logits_bytes < phase("evaluate", **job).logits_bytes / 8
+
+
+def test_data_parallel_gathers_the_logits_of_all_replicas_on_its_first_gpu() -> None:
+    assert "return self.gather(outputs, self.output_device)" in inspect.getsource(torch.nn.DataParallel.forward)
+    of_one = 4 * 2048 * VOCABULARY
+    job: dict[str, Any] = {"lora_r": 8, "loss": "upcast"}
+    alone, of_8 = phase("forward", **job), phase("forward", **job, data_parallel=8)
+    # its own log-probabilities and logits, and those of all eight
+    assert (alone.logits_bytes, of_8.logits_bytes) == (14 * of_one // 4, (1 + 1 + 8) * of_one)
+    assert of_8.gradient_bytes == alone.gradient_bytes
+
+
+def test_zero3_moves_a_model_that_was_not_sharded_while_it_loaded_to_each_gpu() -> None:
+    engine = Path(str(find_spec("deepspeed").origin)).parent / "runtime/engine.py"  # type: ignore[union-attr]
+    source = engine.read_text()
+    moves = source.index(
+        "if not (self.dont_change_device or is_zero_init_model):\n            self.module.to(self.device)"
+    )
+    assert source.index("zero_optimization_partition_weights() and any(") < moves
+    whole, sharded = (planned("zero3", 64, lora_r=8, zero3_init=init).phases[0] for init in (False, True))
+    assert whole.parameter_bytes == pytest.approx(2 * LLAMA_8B_PARAMS, rel=0.01)  # and adapters
+    assert sharded.parameter_bytes < whole.parameter_bytes / 16
+    assert planned("zero2", 8, zero3_init=False) == planned("zero2", 8)
+
+
+def test_bitsandbytes_optimizers_run_under_fsdp1_whose_parameters_are_plain_tensors() -> None:
+    def job(**numerics: Any) -> PlannedJob:
+        options = PlanOptions(optim="adamw_8bit", per_device_train_batch_size=1, **numerics)
+        return PlannedJob.from_options(options, full_length=True)
+
+    preset = load_preset("fsdp2")
+    check_supported(preset, job(fsdp1=True).as_trained, world_size=8, purpose="plan")
+    with pytest.raises(ToolkitError, match="take no DTensors"):
+        check_supported(preset, job().as_trained, world_size=8, purpose="plan")
+    assert job(fsdp1=True).optimizer.class_name.startswith("bitsandbytes")
+
+
+def test_a_file_that_evaluates_is_planned_with_its_evaluation(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "full.yaml"
+    text = "model_name_or_path: Llama-3.2-3B\nstage: sft\nfinetuning_type: full\nbf16: true\ndo_train: true\n"
+    text += "dataset: identity\ntemplate: llama3\ncutoff_len: 1024\nper_device_train_batch_size: 1\n"
+    evaluation = "val_size: 0.1\nper_device_eval_batch_size: 4\neval_strategy: steps\neval_steps: 100\n"
+    words = ["plan", "--gpu", "h200", "--num-processes", "1", "--preset", "single", "--parts", "--config", str(file)]
+    for more in ("", evaluation):
+        file.write_text(text + more)
+        _, said, _ = run_command(words, capsys)
+        assert ("  evaluate" in said) is bool(more)
+        assert "per_device_eval_batch_size" not in said
