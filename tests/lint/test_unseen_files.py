@@ -12,7 +12,7 @@ from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 from toolkit.lint.job_script import read_script
-from toolkit.lint.named_files import project_files, project_source
+from toolkit.lint.named_files import pinned_below, project_files, project_source
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -921,3 +921,16 @@ def test_an_option_that_a_script_has_too_may_stand_behind_its_name(option: str, 
     (tmp_path / "train.py").write_text(f"import argparse\nargparse.ArgumentParser().add_argument('{option}')\n")
     findings = lint(tmp_path, a__sh="accelerate launch train.py --config_file models/a.yaml\n")
     assert levels(findings)["--config_file"] == level
+
+
+def test_lines_that_are_lost_together_are_one_finding(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("torchrun train.py\n--bf16 true\n--fp16 false\necho done\n--tf32 true\n")
+    found = [finding for finding in lint_paths([script]).findings if finding.rule == "lost-line"]
+    assert [finding.line for finding in found] == [2, 5]
+
+
+def test_what_transformers_5_needs_excludes_no_older_version(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("tokenizers==0.13.3\n")
+    assert pinned_below(tmp_path, "transformers", "5.0.0") == "tokenizers ==0.13.3"
+    assert pinned_below(tmp_path, "transformers", "4.31.0") is None

@@ -27,21 +27,15 @@ _TRAINER = re.compile(
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
 _REQUIREMENTS = ("*requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
-_INSTRUCTIONS = (
-    "README*",
-    "*install*.sh",
-    "*setup*.sh",
-    "*env*.sh",
-    "Makefile",
-)  # of which the lines that install count
-# What a version of a library cannot be used with: older versions of these.
+_INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
+# What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
-    "transformers": {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"},
-    "trl": {"transformers": "4.56.2"},
-    "accelerate": {"transformers": "4.31"},  # whose Trainer does not use it yet
-    "llamafactory": {"transformers": "4.41.2"},
+    "transformers": ("5", {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"}),
+    "trl": ("1", {"transformers": "4.56.2"}),
+    "accelerate": ("0", {"transformers": "4.31"}),  # whose Trainer does not use it yet
+    "llamafactory": ("0.9", {"transformers": "4.41.2"}),
 }
-_NEEDS["transformers"] |= {"accelerate": "1.1"}
+_NEEDS["transformers"][1]["accelerate"] = "1.1"
 # A module of each library: a project that has it reads its files with a copy of its own.
 _OWN_COPIES = {
     "transformers": "transformers/training_args.py",
@@ -129,7 +123,10 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
     A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one. What
     excludes a library that it needs excludes it too.
     """
-    needs = {"(?:py)?torch" if library == "torch" else library: version, **_NEEDS.get(library, {})}
+    needs = {"(?:py)?torch" if library == "torch" else library: version}
+    first, others = _NEEDS.get(library, (version, {}))
+    if version_numbers(version) >= version_numbers(first):
+        needs |= others
     for place in _around(folder):
         for name, least in needs.items():
             limit, pattern = (*version_numbers(least), 0, 0)[:3], rf"(?<![\w./-])({name}){_SPECIFIER}"

@@ -38,11 +38,15 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    lost = -1  # where the last lost line ends: those that follow it are lost with it
     for start, end in script.commands if script.calls else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
         if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+            is_first, lost = start != lost, end
+            if not is_first:
+                continue
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
             fix, is_windows = (
