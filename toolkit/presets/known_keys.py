@@ -202,7 +202,8 @@ DEEPSPEED_BLOCKS = _blocks(
         # `auto_cast` and the loss scale exist for fp16 only.
         "bf16": {
             or_auto(SWITCH): "enabled",
-            ANYTHING: "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update",
+            SWITCH: "bf16_master_weights_and_grads bf16_optimizer_states",
+            ANYTHING: "check_grad_overflow immediate_grad_update",
         },
         "fp16": {
             or_auto(SWITCH): "enabled",
