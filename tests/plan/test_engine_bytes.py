@@ -73,7 +73,7 @@ def test_planned_bf16_states_are_those_that_deepspeed_holds(tmp_path: Path) -> N
     bf16 = {"enabled": True, BF16_MASTERS: True, BF16_STATES: True}
     path, cases = str(config_file(tmp_path / "wide", *MODELS["wide"])), []
     for stage in (1, 2, 3):
-        settings = {"bf16": bf16, "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000}}
+        settings = read(ROOT / "ds_configs" / f"zero{stage}.json") | {"bf16": bf16}
         preset = str(deepspeed_pair(tmp_path / str(stage), settings))
         arguments = ["--bf16", "true"]
         cases.append({"architecture": path, "preset": preset, "world_size": 2, "rank": 0, "arguments": arguments})

@@ -199,12 +199,14 @@ def _as_lora(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_low_rank(values: dict[str, Any]) -> dict[str, Any]:
-    """Return LLaMA-Factory's own GaLore or APOLLO in transformers' words; a layerwise one stays, to be refused.
+    """Return LLaMA-Factory's own GaLore or APOLLO in transformers' words; layerwise or with LoRA they stay refused.
 
     Its defaults are those of hparams/finetuning_args.py, and `all` leaves out the head (model_utils/misc.py).
     """
     names = [name for name in ("galore", "apollo") if is_true(values.get(f"use_{name}") or False)]
     if len(names) != 1 or is_true(values.get(f"{names[0]}_layerwise") or False):
+        return values
+    if values.get("finetuning_type", "lora") not in ("full", "freeze"):  # hparams/finetuning_args.py raises
         return values
     name, optim = names[0], str(values.get("optim", "adamw"))
     own = {key.removeprefix(f"{name}_"): value for key, value in values.items() if key.startswith(f"{name}_")}
