@@ -200,7 +200,8 @@ class PlanOptions(JobAndGpuOptions):
     lora_dropout: Annotated[float | None, Option(help="dropout on the inputs of adapters", min=0, max=1)] = None
     fp8: Annotated[bool | None, Option("--fp8", help="linear layers in FP8 by torchao: the memory of bf16")] = None
     oft_block_size: Annotated[
-        int | None, Option(help="OFT: rotations of layers' inputs in blocks of this size; `toolkit train` has no OFT", min=2)
+        int | None,
+        Option(help="OFT: rotations of layers' inputs in blocks of this size; `toolkit train` has no OFT", min=2),
     ] = None
     dora: Annotated[bool | None, Option("--dora", help="adapters with magnitudes: DoRA")] = None
     expandable_segments: Annotated[
