@@ -171,6 +171,15 @@ def test_nothing_is_compared_with_a_failed_baseline() -> None:
     assert (row.parity, row.ratio_to_reference, row.tokens_per_second) == (None, None, pytest.approx(400))
 
 
+@pytest.mark.parametrize("words", [("--optim_args", "rank=8"), ("--optim_target_modules", "attn")])
+def test_arguments_and_targets_of_an_optimizer_are_part_of_the_problem(words: tuple[str, ...]) -> None:
+    every = ("--optim", "galore_adamw", "--optim_args", "rank=4", "--optim_target_modules", "mlp")
+    spec = comparison("ddp", "other", training_arguments=every, extra_arguments={"other": words})
+    assert row_beside_ddp(spec=spec, losses=[9.0] * 8).group == "optim galore_adamw"
+    spec = comparison("ddp", "other", training_arguments=every)
+    assert row_beside_ddp(spec=spec).group is None
+
+
 @pytest.mark.parametrize(
     ("words", "group"),
     [

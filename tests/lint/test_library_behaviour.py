@@ -151,6 +151,7 @@ FOUND_IN_SOURCE = {
         "runtime/zero/stage_1_and_2.py",
         "offload_optimizer_config.device != OffloadDeviceEnum.none:\n            self.cpu_offload = True",
     ),
+    "bf16-states": ("deepspeed", "runtime/config.py", "bf16_optimizer_states requires bf16_master_weights_and_grads"),
     "nvme-prefetch": ("deepspeed", "runtime/swap_tensor/partitioned_param_swapper.py", "already assigned swap buffer"),
 }
 # Programs that are not installed beside the others: their source was read once.

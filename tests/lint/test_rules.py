@@ -250,6 +250,10 @@ CASES = [
          "ds.json"),
     Case("nvme-below-stage-3", zero(2, offload_optimizer=NVME), zero(2, offload_optimizer={"device": "cpu"}), 1,
          "ds.json"),
+    Case("bf16-states", zero(2).replace("{", '{"bf16": {"bf16_optimizer_states": true}, ', 1), zero(2), 1, "ds.json"),
+    Case("bf16-states", zero(2).replace("{", '{"bf16": {"bf16_master_weights_and_grads": true}, ', 1),
+         zero(2, offload_optimizer={"device": "cpu"}).replace(
+             "{", '{"bf16": {"bf16_master_weights_and_grads": true}, ', 1), 1, "ds.json"),
     Case("nvme-in-memory", zero(3, offload_optimizer=NVME | {"nvme_path": "/dev/shm/x"}),
          zero(3, offload_optimizer=NVME), 1, "ds.json"),
     Case("nvme-prefetch", zero(3, offload_param=NVME, stage3_prefetch_bucket_size="auto"),

@@ -106,6 +106,27 @@ def test_oft_of_a_file_is_planned_in_its_blocks(tmp_path: Path) -> None:
     assert options.lora_target_modules == ("q_proj", "v_proj")
 
 
+@pytest.mark.parametrize(
+    ("text", "optim", "arguments", "targets"),
+    [
+        ("use_galore: true\n", "galore_adamw", "rank=16,proj_type=std", ["(?!lm_head).*"]),
+        ("use_galore: true\ngalore_target: mlp,q_proj\ngalore_rank: 8\noptim: paged_adamw_8bit\n",
+         "galore_adamw_8bit", "rank=8,proj_type=std", ["mlp", "q_proj"]),
+        ("use_apollo: true\napollo_rank: 64\n", "apollo_adamw", "rank=64,proj_type=std,proj=random", ["(?!lm_head).*"]),
+    ],
+)  # fmt: skip
+def test_llama_factorys_own_low_rank_optimizers_are_planned_as_what_they_keep(
+    text: str, optim: str, arguments: str, targets: list[str], tmp_path: Path
+) -> None:
+    options = planned(tmp_path, "l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\n{text}")
+    assert (options.optim, options.optim_args, list(options.optim_target_modules or ())) == (optim, arguments, targets)
+
+
+def test_fp8_of_a_file_is_planned_by_torchao(tmp_path: Path) -> None:
+    assert planned(tmp_path, "a.yaml", f"{FULL}fp8: true\n").fp8
+    assert planned(tmp_path, "l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\n").fp8
+
+
 @pytest.mark.parametrize("size", ["many", 1, 16.5])
 def test_blocks_of_no_size_are_refused_by_name(tmp_path: Path, size: object) -> None:
     (tmp_path / "l.yaml").write_text(f"{LLAMA_FACTORY.replace(': lora', ': oft')}oft_block_size: {size}\n")
@@ -130,10 +151,13 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
-        ("a.yaml", f"{FULL}fp8: true\n", "fp8 True", "preset"),
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\nfp8_backend: te\n", "fp8 True", "preset"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft") + "oft_rank: 8\n", "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\ngalore_layerwise: true\n",
+         "use_galore", "optim"),
+        ("l.yaml", f"{LLAMA_FACTORY}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_badam: true\n", "use_badam", "optim"),
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 3\n", "quantization_bit 3", "load_in_4bit"),
         ("l.yaml", f"{LLAMA_FACTORY}max_seq_length: 4096\n", "no such setting, but cutoff_len", "max_seq_length"),
         ("l.yaml", STAGE.replace("STAGE", "ppo"), "trains with 'ppo'", "method"),

@@ -16,6 +16,7 @@ from launching import ROOT, SCRIPTS, cpu_environment, read, run_warm
 from model_configs import EXPERTS, GPT2, TINY, config_file
 from preset_files import deepspeed_pair
 
+from toolkit.engines.zero import BF16_MASTERS, BF16_STATES
 from toolkit.models.job_weights import job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, is_low_rank
 from toolkit.models.read_model import read_model
@@ -64,6 +65,26 @@ def test_planned_states_are_those_that_engines_hold(rows: list[tuple[str, str, s
         place = {"world_size": 2, "hidden_size": shape.hidden_size, "mixed_precision": "no"}
         engine = engine_settings(load_preset(case["preset"]), **place)
         states = model_states(engine, job_weights(shape), OPTIMIZERS[case["arguments"][1]])
+        parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        assert [case.get(part) for part in parts] == [getattr(states, part) for part in parts], case
+
+
+def test_planned_bf16_states_are_those_that_deepspeed_holds(tmp_path: Path) -> None:
+    bf16 = {"enabled": True, BF16_MASTERS: True, BF16_STATES: True}
+    path, cases = str(config_file(tmp_path / "wide", *MODELS["wide"])), []
+    for stage in (1, 2, 3):
+        settings = read(ROOT / "ds_configs" / f"zero{stage}.json") | {"bf16": bf16}
+        preset = str(deepspeed_pair(tmp_path / str(stage), settings))
+        arguments = ["--bf16", "true"]
+        cases.append({"architecture": path, "preset": preset, "world_size": 2, "rank": 0, "arguments": arguments})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    words = ["--cases", str(tmp_path / "cases.json"), "--output", str(tmp_path / "found.json")]
+    done = run_warm([sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words], cpu_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    shape = read_model(path)
+    for case in read(tmp_path / "found.json")["cases"]:
+        engine = engine_settings(load_preset(case["preset"]), world_size=2, hidden_size=shape.hidden_size)
+        states = model_states(engine, job_weights(shape))
         parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         assert [case.get(part) for part in parts] == [getattr(states, part) for part in parts], case
 

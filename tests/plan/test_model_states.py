@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from launching import ROOT, read
 from model_configs import LLAMA_8B_PARAMS, config_file, llama_8b
+from preset_files import deepspeed_pair
 
+from toolkit.engines.zero import BF16_MASTERS, BF16_STATES
 from toolkit.models.job_weights import job_weights, total
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, linear
 from toolkit.plan.engine_settings import engine_settings
@@ -33,6 +36,26 @@ def test_model_states_of_an_8b_model_by_hand() -> None:
     assert held("zero1") == (2, 2, 12 / 8)
     assert held("zero2") == (2, 2 / 8, 12 / 8)
     assert held("fsdp2") == (4 / 8, 4 / 8, 8 / 8)
+
+
+def test_bf16_states_of_deepspeed_by_hand(tmp_path: Path) -> None:
+    """A bf16 master weight, momentum and variance; states stay fp32 where only the master weights are bf16."""
+
+    def held(stage: int, bf16: dict[str, bool], optim: str = DEFAULT_OPTIMIZER, **zero: Any) -> tuple[float, ...]:
+        settings = {"bf16": {"enabled": "auto"} | bf16, "zero_optimization": {"stage": stage} | zero}
+        path = deepspeed_pair(tmp_path, settings)
+        engine = engine_settings(load_preset(str(path)), world_size=8, hidden_size=4096)
+        states = model_states(engine, job_weights(llama_8b()), OPTIMIZERS[optim])
+        return states.gradient_bytes / LLAMA_8B_PARAMS, states.optimizer_bytes / LLAMA_8B_PARAMS
+
+    masters, both = {BF16_MASTERS: True}, {BF16_MASTERS: True, BF16_STATES: True}
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    assert held(1, both) == (2, 6 / 8)
+    assert held(2, both) == (2 / 8, 6 / 8)
+    assert held(2, both, "sgd") == (2 / 8, 2 / 8)
+    assert held(2, both, "paged_adamw_32bit") == (2 / 8, 10 / 8)  # its states are fp32 whatever it updates
+    assert held(2, masters, **offload) == (2 / 8, 10 / 8)
+    assert held(2, both, **offload) == (2 / 8, 6 / 8)
 
 
 @pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["architecture"])

@@ -11,6 +11,7 @@ import pytest
 from model_configs import fields_of
 from preset_files import deepspeed_pair, write
 
+from toolkit.engines.zero import BF16_MASTERS, BF16_STATES
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
@@ -109,6 +110,25 @@ def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> N
         reason = unsupported(preset, job.as_trained, model=job.limits_on(shape_for(preset)), purpose="recommend")
         assert reason is not None
         assert recommended(preset, world_size, job) == reason.why
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16", "more", "refused"),
+    [
+        (2, {BF16_MASTERS: True, BF16_STATES: True}, {}, None),
+        (2, {BF16_STATES: True}, {}, f"needs {BF16_MASTERS}"),
+        (0, {BF16_MASTERS: True, BF16_STATES: True}, {}, "needs ZeRO stage"),
+        (3, {BF16_MASTERS: True}, {}, f"needs {BF16_STATES}, or offload_optimizer"),
+        (3, {BF16_MASTERS: True}, {"offload_optimizer": {"device": "cpu"}}, None),
+        (2, {BF16_MASTERS: True, BF16_STATES: True}, {"offload_optimizer": {"device": "cpu"}}, "`optimizer` block"),
+    ],
+)
+def test_bf16_states_that_deepspeed_refuses_are_refused_by_name(
+    stage: int, bf16: dict[str, bool], more: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    path = deepspeed_pair(tmp_path, {"bf16": {"enabled": "auto"} | bf16, "zero_optimization": {"stage": stage} | more})
+    reason = unsupported(load_preset(str(path)), Job())
+    assert reason is None if refused is None else refused in reason.message  # type: ignore[union-attr]
 
 
 ON = "true"

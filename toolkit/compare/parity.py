@@ -160,7 +160,8 @@ def _optimizer(job: Job) -> str:
     spec = OPTIMIZERS.get(job.optim)
     if spec is not None and spec.is_fp32_adamw:
         return FP32_ADAMW
-    return f"{job.optim} {job.optim_args}" if job.optim_args else job.optim
+    targets = job.value("optim_target_modules")
+    return " ".join(map(str, filter(None, (job.optim, job.optim_args, targets))))
 
 
 def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:

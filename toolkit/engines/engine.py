@@ -164,6 +164,10 @@ class Engine:
 
     # -- what each rank must read
 
+    def held_dtypes(self, settings: Mapping[str, Any] | None) -> dict[str, str]:
+        """Return the dtypes of master weights and of AdamW's states (docs/concepts/numerics.md)."""
+        return {"master_dtype": "float32", "optimizer_dtype": "float32"}
+
     def gradient_facts(
         self, *, compute_dtype: str, settings: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
@@ -222,7 +226,7 @@ class Engine:
         """Yield the blocks of host memory that one rank allocates when its engine is built."""
         yield from ()
 
-    def created_on_host(self, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
         """Return what one rank allocates there in its first step, with its optimizer offloaded."""
         return 0
 
@@ -249,6 +253,8 @@ class EngineSettings:
     rank: int = 0
     element_bytes: int = 2  # bytes per element of a parameter in the compute dtype
     trained_bytes: int = 4  # per element of a trained weight and its gradient, outside of DeepSpeed
+    master_bytes: int = 4  # per element of DeepSpeed's master weights
+    state_bytes: int = 4  # per element of each state of an optimizer that follows them
     offload_optimizer: str | None = None
     offload_param: str | None = None
     reduce_bucket: int = 0  # size of each buffer that gradients are reduced in

@@ -140,7 +140,7 @@ class FullyShard(Engine):
         if settings.offload_optimizer is not None:
             yield states.parameter_bytes - states.persistent_bytes
 
-    def created_on_host(self, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
         return states.gradient_bytes + states.optimizer_bytes
 
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 
-ADAM_BYTES = 8  # AdamW in fp32: momentum and variance
 ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 # Groups whose collectives computation waits for: the next operation reads their result.
 BLOCKING = ("tp", "sp", "ep")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.engines.engine import Engine, EngineSettings, PlannedStep, Sharding
-from toolkit.engines.planned import ADAM_BYTES, Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
+from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Tensor
@@ -37,7 +37,9 @@ PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
 # an fp32 copy of it (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
-
+ADAM_STATES = 2  # momentum and variance
+# Of its `bf16` block: master weights and gradients in bf16, and the states of the optimizer with them.
+BF16_MASTERS, BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 
 PARAMETER_GROUPS = 2  # the Trainer's: with and without weight decay
 NORM_BYTES = 8  # gradient norms are in fp64, one tensor at a time (`zero/utils.py`, `get_norm_dtype`)
@@ -47,6 +49,35 @@ def nvme_blocks(zero_block: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the offload blocks of a `zero_optimization` block whose device is NVMe."""
     blocks = {name: zero_block.get(name) or {} for name in NVME_VARIABLES}
     return {name: block for name, block in blocks.items() if block.get("device") == "nvme"}
+
+
+def bf16_keys(settings: Mapping[str, Any] | None) -> tuple[bool, bool]:
+    """Return True for master weights in bf16, and for optimizer states in bf16."""
+    block = (settings or {}).get("bf16") or {}
+    return bool(block.get(BF16_MASTERS)), bool(block.get(BF16_STATES))
+
+
+def why_no_bf16_states(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what DeepSpeed 0.19.8 refuses of these keys, and what to write; None where it takes them.
+
+    (`_do_error_check` in runtime/config.py, `_configure_master_weights` in runtime/base_optimizer.py.) accelerate makes
+    a CPU Adam with fp32 states; DeepSpeed makes one with bf16 states from an `optimizer` block of its own.
+    """
+    masters, states = bf16_keys(settings)
+    zero = settings.get("zero_optimization") or {}
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if states and not masters:
+        return f"{BF16_STATES} needs {BF16_MASTERS}", f"add `{BF16_MASTERS}: true`"
+    if masters and not zero.get("stage"):
+        return f"{BF16_MASTERS} needs ZeRO stage 1, 2 or 3", "`stage: 2`"
+    if masters and not states and not offloads:
+        return f"{BF16_MASTERS} needs {BF16_STATES}, or offload_optimizer", f"add `{BF16_STATES}: true`"
+    if states and offloads and not settings.get("optimizer"):
+        return (
+            f"{BF16_STATES} with offload_optimizer needs an `optimizer` block: accelerate's CPU Adam has fp32 states",
+            f"remove {BF16_STATES}, or name AdamW in an `optimizer` block of the JSON",
+        )
+    return None
 
 
 def partition_share(elements: int, *, ranks: int) -> int:
@@ -176,6 +207,11 @@ class Zero(Engine):
 
         zero_live.expect_no_other_ranks()
 
+    def held_dtypes(self, settings: Mapping[str, Any] | None) -> dict[str, str]:
+        names = ("master_dtype", "optimizer_dtype")
+        dtypes = ("bfloat16" if is_bf16 else "float32" for is_bf16 in bf16_keys(settings))
+        return dict(zip(names, dtypes, strict=True))
+
     def gradient_facts(
         self, *, compute_dtype: str, settings: Mapping[str, Any] | None, splits_sequences: bool
     ) -> dict[str, str]:
@@ -235,14 +271,14 @@ class Zero(Engine):
         """Yield master weights, gradients, and what passes between host and GPU; page-locked blocks are rounded."""
         if settings.offload_optimizer is None:
             return
-        elements = optimizer_elements(states)
+        elements, master = optimizer_elements(settings, states), settings.master_bytes
 
         def rounded(size: int) -> int:  # to a power of two if the memory is page-locked
             return 1 << (size - 1).bit_length() if settings.pins_memory and size else size
 
         if settings.offload_optimizer == "cpu":
-            yield rounded(FP32_BYTES * elements)  # master weights
-        yield rounded(FP32_BYTES * elements)  # gradients as the optimizer reads them
+            yield rounded(master * elements)  # master weights
+        yield rounded(master * elements)  # gradients as the optimizer reads them
         # Updated parameters on their way back to the GPU, or ZeRO-3's partition of the gradients.
         yield rounded(settings.element_bytes * elements)
         if not settings.shards_parameters:
@@ -251,11 +287,11 @@ class Zero(Engine):
             yield rounded(states.parameter_bytes - states.persistent_bytes)
         if settings.offload_optimizer == "nvme":
             # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
-            yield 4 * FP32_BYTES * min(elements, settings.sub_group)
+            yield 4 * master * min(elements, settings.sub_group)
 
-    def created_on_host(self, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
         """Return Adam's states, which DeepSpeed too creates in the first step (`initialize_optimizer_states`)."""
-        return ADAM_BYTES * optimizer_elements(states)
+        return ADAM_STATES * settings.state_bytes * optimizer_elements(settings, states)
 
     def collectives(self, step: PlannedStep) -> Iterator[Collective]:
         """Yield reductions and gathers of flat partitions, or of tensors one by one."""
@@ -266,9 +302,9 @@ class Zero(Engine):
         return bool(settings.shards_parameters and weights.in_4bit)
 
 
-def optimizer_elements(states: ModelStates) -> int:
+def optimizer_elements(settings: EngineSettings, states: ModelStates) -> int:
     """Return the elements of a rank's optimizer partition."""
-    return states.optimizer_bytes // (ADAM_BYTES + FP32_BYTES)
+    return states.optimizer_bytes // (ADAM_STATES * settings.state_bytes + settings.master_bytes)
 
 
 def _zero12_states(settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:
@@ -279,12 +315,11 @@ def _zero12_states(settings: EngineSettings, weights: JobWeights, optimizer: Opt
     share = sum(partitions)
     gradient = settings.element_bytes * weights.num_trained
     if settings.sharding == "shard_grad_op":
-        offloaded = OFFLOADED_GRADIENT_BYTES["shard_grad_op"] if settings.offload_optimizer else settings.element_bytes
-        gradient = offloaded * share
+        gradient = (settings.master_bytes if settings.offload_optimizer else settings.element_bytes) * share
     return ModelStates(
         parameter_bytes=settings.element_bytes * (weights.num_trained + weights.num_frozen) + weights.constant_bytes,
         gradient_bytes=gradient,
-        optimizer_bytes=_flat_state_bytes(optimizer, partitions),
+        optimizer_bytes=_flat_state_bytes(settings, optimizer, partitions),
     )
 
 
@@ -301,15 +336,22 @@ def _zero3_states(settings: EngineSettings, weights: JobWeights, optimizer: Opti
     return ModelStates(
         parameter_bytes=settings.element_bytes * (trained + frozen) + kept + weights.constant_bytes,
         gradient_bytes=settings.element_bytes * trained,
-        optimizer_bytes=_flat_state_bytes(optimizer, weights.groups(share)),
+        optimizer_bytes=_flat_state_bytes(settings, optimizer, weights.groups(share)),
         persistent_bytes=kept + weights.constant_bytes,
     )
 
 
-def _flat_state_bytes(optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
-    """fp32 master weights and states of DeepSpeed's flat partitions, one per parameter group."""
+def _flat_state_bytes(settings: EngineSettings, optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
+    """Master weights and states of DeepSpeed's flat partitions, one per parameter group."""
     held = [UpdatedTensor(shape=(elements,)) for elements in partitions if elements]
-    return FP32_BYTES * sum(tensor.num_elements for tensor in held) + optimizer.state_bytes(held)
+    states = optimizer.state_bytes(held)
+    states = states * settings.state_bytes // FP32_BYTES if optimizer.follows_weights else states
+    return settings.master_bytes * sum(tensor.num_elements for tensor in held) + states
+
+
+def _master_copy_bytes(settings: EngineSettings) -> int:
+    """Of a gradient's copy in the dtype of its master weight, which bf16 master weights do not need."""
+    return FP32_BYTES if settings.master_bytes == FP32_BYTES else 0
 
 
 def _zero12_buffers(settings: EngineSettings, weights: JobWeights, step_copies: int) -> EngineBuffers:
@@ -322,8 +364,8 @@ def _zero12_buffers(settings: EngineSettings, weights: JobWeights, step_copies: 
         # there is room for the copy.
         bucket += settings.element_bytes * min(settings.reduce_bucket, weights.num_trained)
     norm = NORM_BYTES * min(weights.largest_trained, share)
-    flat = (settings.element_bytes + FP32_BYTES) * share
-    updating = (FP32_BYTES * (1 + step_copies) - settings.element_bytes) * share
+    flat = (settings.element_bytes + _master_copy_bytes(settings)) * share
+    updating = (settings.master_bytes * (1 + step_copies) - settings.element_bytes) * share
     if settings.offload_optimizer:  # gradients pass through the GPU one at a time
         staging = settings.element_bytes * weights.largest_trained
         return EngineBuffers(lasting_bytes=staging, backward_bytes=bucket, first_layer_bytes=bucket, step_bytes=0)
@@ -334,7 +376,7 @@ def _zero12_buffers(settings: EngineSettings, weights: JobWeights, step_copies: 
         step_bytes=max(norm, flat, updating),
         # `stage_1_and_2.py` line 440: a group is flattened on the GPU if it has room for it; later come master weights
         # and gradients of zeros (`initialize_optimizer_states`).
-        load_bytes=max(settings.element_bytes * weights.num_trained, 2 * FP32_BYTES * share),
+        load_bytes=max(settings.element_bytes * weights.num_trained, 2 * settings.master_bytes * share),
     )
 
 
@@ -360,7 +402,7 @@ def _zero3_buffers(settings: EngineSettings, weights: JobWeights, step_copies: i
     copied = max(weights.largest_trained, bucket)
     backward = gathered + element * (weights.largest_trained + copied)
     # `stage3.py`: tensors arrive whole; later come master weights, then a sub-group of zeros or the gradient partition.
-    build = FP32_BYTES * share + max(FP32_BYTES * sub_group, element * share)
+    build = settings.master_bytes * share + max(settings.master_bytes * sub_group, element * share)
     return EngineBuffers(
         lasting_bytes=element * settings.reduce_bucket + secondary,
         forward_bytes=gathered,
@@ -372,7 +414,7 @@ def _zero3_buffers(settings: EngineSettings, weights: JobWeights, step_copies: i
         # Of a sub-group: gradients in fp32, made beside the flat ones, and then beside the optimizer's own copies.
         step_bytes=0
         if settings.offload_optimizer
-        else (FP32_BYTES + max(element, FP32_BYTES * step_copies)) * sub_group,
+        else (_master_copy_bytes(settings) + max(element, settings.master_bytes * step_copies)) * sub_group,
         load_bytes=max(weights.largest_bytes(element), 0 if settings.offload_optimizer else build),
     )
 

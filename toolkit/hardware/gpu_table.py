@@ -22,6 +22,7 @@ TERA = 10**12
 GIGA = 10**9
 PCIE_BYTES_PER_SECOND = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
+WITHOUT_FP8 = ("v100", "t4", "rtx-2", "rtx-3", "rtx-a", "a10", "a30", "a40", "a800", "mi250")
 HOPPER_AND_BLACKWELL = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb", "rtx-50", "rtx-pro-6000")
 
 
@@ -79,6 +80,11 @@ class Gpu:
     @property
     def pcie_bytes_per_second(self) -> int:
         return PCIE_BYTES_PER_SECOND[self.pcie_generation]
+
+    @property
+    def has_fp8(self) -> bool:
+        """True for a GPU with matrix units for 8-bit floats: Ada, Hopper, Blackwell, and AMD's from MI300 on."""
+        return not self.name.startswith(WITHOUT_FP8)
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the dense peak of a dtype in FLOP/s; None if it is unknown or the GPU has no units for it."""

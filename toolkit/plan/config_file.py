@@ -174,7 +174,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         if "method" not in given:
             raise ToolkitError(f"{file} trains {what}", hint="`--method sft` plans its text alone")
     left = {key: value for key, value in left.items() if key not in refused}
-    left = _as_lora(program, left)
+    left = _with_low_rank(_as_lora(left)) if program == "llama-factory" else left
     adapter, rank = ADAPTERS.get("v1" if "peft_config" in left else program, ("", ""))
     named = left["peft_config"].get("name") if isinstance(left.get("peft_config"), dict) else left.get(adapter)
     if "lora_r" in given and adapter:
@@ -189,15 +189,39 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     return _Source(program, values, convert_settings(program, left, file), method)
 
 
-def _as_lora(program: str, values: dict[str, Any]) -> dict[str, Any]:
+def _as_lora(values: dict[str, Any]) -> dict[str, Any]:
     """Return LLaMA-Factory's OFT as adapters at the same places, whose blocks `_numerics` reads.
 
     A number of blocks (`oft_rank`) in the place of their size is not planned.
     """
-    if program != "llama-factory" or values.get("finetuning_type") != "oft" or values.get("oft_rank"):
+    if values.get("finetuning_type") != "oft" or values.get("oft_rank"):
         return values
     kept = {name: value for name, value in values.items() if not name.startswith("oft_") and name != "module_dropout"}
     return kept | {"finetuning_type": "lora", "lora_rank": 1, "lora_target": values.get("oft_target", "all")}
+
+
+def _with_low_rank(values: dict[str, Any]) -> dict[str, Any]:
+    """Return LLaMA-Factory's own GaLore or APOLLO in transformers' words; layerwise or with LoRA they stay refused.
+
+    Its defaults are those of hparams/finetuning_args.py, and `all` leaves out the head (model_utils/misc.py).
+    """
+    names = [name for name in ("galore", "apollo") if is_true(values.get(f"use_{name}") or False)]
+    if len(names) != 1 or is_true(values.get(f"{names[0]}_layerwise") or False):
+        return values
+    if values.get("finetuning_type", "lora") not in ("full", "freeze"):  # hparams/finetuning_args.py raises
+        return values
+    name, optim = names[0], str(values.get("optim", "adamw"))
+    own = {key.removeprefix(f"{name}_"): value for key, value in values.items() if key.startswith(f"{name}_")}
+    kept = {key: value for key, value in values.items() if not key.startswith((f"{name}_", f"use_{name}"))}
+    states = "adafactor" if optim == "adafactor" else "adamw_8bit" if "8bit" in optim else "adamw"
+    words = {"rank": own.get("rank", 16), "proj_type": own.get("proj_type", "std")}
+    words |= {"proj": own.get("proj", "random")} if name == "apollo" else {}
+    target = str(own.get("target", "all"))
+    return kept | {
+        "optim": f"{name}_{states}",
+        "optim_args": ",".join(f"{key}={value}" for key, value in words.items()),
+        "optim_target_modules": "(?!lm_head).*" if target == "all" else target.split(","),
+    }
 
 
 def _block_size(value: Any) -> int:
@@ -311,6 +335,7 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
     if is_true(values.get("torch_compile") or False):
         yield "torch_compile", None, ""
     planned = {*METHOD_SETTINGS, *numerics, *(["quantization_bit"] if "load_in_8bit" in numerics else [])}
+    planned |= set(FP8_SETTINGS) if "fp8" in numerics else set()
     for each in (each for each in conversion.not_converted if each.key not in planned):
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
@@ -395,6 +420,8 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
     conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
     if source.program == "trl" and job.lora_r is not None and not quantized:
         found["fp32_base"] = _held(source) == "float32"
+    if is_true(source.values.get("fp8") or False) and str(source.values.get("fp8_backend", "auto")) in FP8_BACKENDS:
+        found["fp8"] = True
     if job.load_in_4bit and "float" in str(source.values.get("bnb_4bit_quant_storage")):
         found["sharded_4bit"] = True
     if job.load_in_4bit and source.program == "axolotl":
@@ -412,6 +439,8 @@ def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, 
     return found
 
 
+FP8_BACKENDS = ("auto", "torchao", "ao")  # Transformer Engine's and MS-AMP's are not planned
+FP8_SETTINGS = ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")
 PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
 
 

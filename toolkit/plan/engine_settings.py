@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit.engines.engine import SUB_GROUP, EngineSettings
 from toolkit.engines.registry import ENGINES
+from toolkit.engines.zero import bf16_keys
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets.shard_bytes import persistence_threshold, zero_block
 from toolkit.presets.spec import PresetSpec
@@ -70,6 +71,7 @@ def _zero_settings(preset: PresetSpec, hidden_size: int, library_buckets: bool) 
         value = zero.get(key, default)
         return int(auto if value == "auto" else value)
 
+    masters, states = bf16_keys(preset.settings)
     overlaps = full if zero.get("overlap_comm") in (None, "auto") else zero["overlap_comm"]
     return {
         "reduce_bucket": setting("reduce_bucket_size", square, REDUCE_BUCKET),
@@ -81,5 +83,7 @@ def _zero_settings(preset: PresetSpec, hidden_size: int, library_buckets: bool) 
         "live_parameters": setting("stage3_max_live_parameters", LIVE_PARAMETERS, LIVE_PARAMETERS),
         "sub_group": setting("sub_group_size", SUB_GROUP, SUB_GROUP),
         "secondary_partition": int(zero.get("zero_hpz_partition_size", 1)),
+        "master_bytes": 2 if masters else 4,
+        "state_bytes": 2 if states else 4,
         "pins_memory": bool((zero.get("offload_optimizer") or {}).get("pin_memory", True)),
     }

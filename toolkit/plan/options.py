@@ -201,8 +201,10 @@ class PlanOptions(JobAndGpuOptions):
         Option("--fp32-base/--no-fp32-base", help="LoRA on a base in fp32, as TRL loads it", show_default=False),
     ] = None
     lora_dropout: Annotated[float | None, Option(help="dropout on the inputs of adapters", min=0, max=1)] = None
+    fp8: Annotated[bool | None, Option("--fp8", help="linear layers in FP8 by torchao: the memory of bf16")] = None
     oft_block_size: Annotated[
-        int | None, Option(help="orthogonal fine-tuning: rotations of layers' inputs in blocks of this size", min=2)
+        int | None,
+        Option(help="OFT: rotations of layers' inputs in blocks of this size; `toolkit train` has no OFT", min=2),
     ] = None
     dora: Annotated[bool | None, Option("--dora", help="adapters with magnitudes: DoRA")] = None
     expandable_segments: Annotated[

@@ -488,6 +488,8 @@ def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
 
     `fp16` is the user's choice.
     """
+    if job.numerics.fp8 and not gpu.has_fp8:
+        raise ToolkitError(f"--fp8 needs a GPU with FP8 units, and {gpu.name} has none", hint="leave it out")
     job = replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes))
     if fp16 is None and gpu.peak_flops("bf16") is None and gpu.peak_flops("fp16") is not None:
         return replace(job, numerics=replace(job.numerics, fp16=True))

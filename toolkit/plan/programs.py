@@ -39,6 +39,10 @@ class Numerics:
     sharding, so that every rank holds all of them (`fsdp_utils.py:795`)."""
     experts_in_4bit: bool = True
     """Fused experts are quantized too; transformers 5 quantizes linear layers alone."""
+    fp8: bool = False
+    """torchao's `Float8Linear`, which accelerate makes of linear layers but the first and the last: weights, gradients
+    and states stay as they are, and what is saved for the backward too (torchao 0.18, `matmul_with_hp_or_float8_args`).
+    """
     fp16: bool = False
     """fp16 with a loss scale in the place of bf16: the same bytes, other kernels."""
     peft_input_cast: bool = False
@@ -68,6 +72,7 @@ class Numerics:
 
 
 REPLICAS = "the speed is that of one GPU, without DataParallel's replicas"
+FP8 = "the time that FP8 saves, and what an FP8 all-gather does: matrix products are planned in bf16"
 OFT = "the time that OFT's rotations take, of which nothing was measured"
 OURS = Numerics()
 
@@ -123,7 +128,7 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
         notes=(
-            "`use_galore`, `use_apollo`, `use_badam` are not planned: their states are a fraction of AdamW's 8 bytes",
+            "`use_badam`, and layerwise GaLore and APOLLO, are not planned: their states are less than AdamW's 8 bytes",
             "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
         ),
         any_attention=True,
@@ -189,6 +194,7 @@ def numerics_text(numerics: Numerics) -> str:
         "pure_bf16": "trained weights and states in bf16",
         "kbit_training": "fp32 embeddings, norms and residual stream",
         "dora": "DoRA",
+        "fp8": "linear layers in FP8",
         "fp16": "fp16",
         "fp32_base": "base in fp32",
         "expandable_segments": "expandable segments",
@@ -211,6 +217,8 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
     """Raise ToolkitError for numerics that contradict the job."""
     if numerics.load_in_8bit and in_4bit:
         raise ToolkitError("--load-in-8bit and --load-in-4bit are both given", hint="leave one out")
+    if numerics.fp8 and (numerics.fp16 or lora):
+        raise ToolkitError("--fp8 is planned for a full fine-tune beside bf16", hint="leave it out")
     if numerics.dora and numerics.oft_block_size:
         raise ToolkitError("--dora and --oft-block-size are both given", hint="leave one out")
     if numerics.dora and not lora:
@@ -225,6 +233,11 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
 
 def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
     """Return what of a program is known to differ from the plan."""
-    others = {COMPILED: numerics.torch_compile, FSDP1: numerics.fsdp1, OFT: bool(numerics.oft_block_size)}
-    others |= {REPLICAS: numerics.data_parallel > 1}
+    others = {
+        COMPILED: numerics.torch_compile,
+        FSDP1: numerics.fsdp1,
+        OFT: bool(numerics.oft_block_size),
+        REPLICAS: numerics.data_parallel > 1,
+        FP8: numerics.fp8,
+    }
     return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))

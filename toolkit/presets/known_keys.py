@@ -86,6 +86,8 @@ PARALLEL = ValueType(
 )
 
 Types = Mapping[str, ValueType]
+PRECISIONS = ("no", "fp16", "bf16")
+FP8_HINT = "presets have no `fp8`: `toolkit plan --fp8` plans torchao's beside a bf16 preset"
 
 
 def _blocks(tables: Mapping[str, Mapping[ValueType, str]]) -> dict[str, Types]:
@@ -107,7 +109,7 @@ ACCELERATE_BLOCKS = _blocks(
         "": {
             or_null(one_of("LOCAL_MACHINE")): "compute_environment",
             TEXT: "distributed_type",
-            or_null(one_of("no", "fp16", "bf16")): "mixed_precision",
+            or_null(ValueType("no, fp16 or bf16", PRECISIONS.__contains__, FP8_HINT)): "mixed_precision",
             or_null(BLOCK): "deepspeed_config dynamo_config fsdp_config parallelism_config",
             or_null(COUNT): "machine_rank main_process_port num_machines num_processes",
             or_null(SWITCH): "debug enable_cpu_affinity same_network use_cpu",
@@ -202,7 +204,8 @@ DEEPSPEED_BLOCKS = _blocks(
         # `auto_cast` and the loss scale exist for fp16 only.
         "bf16": {
             or_auto(SWITCH): "enabled",
-            ANYTHING: "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update",
+            SWITCH: "bf16_master_weights_and_grads bf16_optimizer_states",
+            ANYTHING: "check_grad_overflow immediate_grad_update",
         },
         "fp16": {
             or_auto(SWITCH): "enabled",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from toolkit.engines.ddp import Single
 from toolkit.engines.engine import Engine
 from toolkit.engines.registry import ENGINES
+from toolkit.engines.zero import BF16_MASTERS, bf16_keys, why_no_bf16_states
 from toolkit.job.argument_values import nearest_word
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
 from toolkit.models.optimizers import OPTIMIZERS, why_not_planned
-from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer
+from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer, preset_answer
 from toolkit.presets.spec import PresetSpec, default_accumulate
 
 _GPU_ONLY_METHODS = {
@@ -58,6 +59,14 @@ def qlora(case: Case, preset: PresetSpec) -> Answers:
     hint = "`--preset ddp`; `fsdp2` or `zero3` shard the 4-bit weights, `zero3_cpu_offload` keeps them in host memory"
     if why is not None:
         yield method_answer(case, "load_in_4bit", why, hint)
+
+
+def bf16_states(case: Case, preset: PresetSpec) -> Answers:
+    refused = why_no_bf16_states(preset.settings or {})
+    if refused is None and case.purpose in ("plan", "recommend") and preset.uses_nvme and bf16_keys(preset.settings)[0]:
+        refused = f"{BF16_MASTERS} beside NVMe is not planned: its swap buffers have not been run", "offload to `cpu`"
+    if refused is not None:
+        yield preset_answer(preset, f"cannot be used: {refused[0]}", refused[1])
 
 
 def chunked_with_liger(case: Case) -> Answers:

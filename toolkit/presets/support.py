@@ -219,6 +219,7 @@ RULES: dict[str, Rule] = {
     "4bit-needs-lora": method_rules.four_bit_needs_lora,
     "freeze-with-lora": method_rules.freeze_with_lora,
     "qlora": of_preset(method_rules.qlora),
+    "bf16-states": of_preset(method_rules.bf16_states),
     "chunked-with-liger": method_rules.chunked_with_liger,
     "gpu-only-method": method_rules.gpu_only_method,
     "attention-device": method_rules.attention_device,

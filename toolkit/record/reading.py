@@ -87,6 +87,8 @@ class RankReading(BaseModel):
     compiled_modules: Count | None = None
     graph_breaks: Count | None = None
     """True if a graph was compiled; compiled modules; places where a graph ended within a layer."""
+    float8_modules: Count | None = None
+    """Linear layers that torchao computes in FP8; null without one."""
     neftune_noise_alpha: Setting = None
     attn_implementation: str | dict[str, Any] | None = None
     """The noise on the embedding; the attention in use."""

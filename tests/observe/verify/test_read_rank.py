@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.observe.verify.read_rank import ForwardDetector, uses_activation_checkpointing
+from toolkit.observe.verify.read_rank import ForwardDetector, _float8_modules, uses_activation_checkpointing
 
 
 class Block(torch.nn.Module):
@@ -61,3 +61,10 @@ def test_a_module_of_a_communication_hook_that_runs_in_the_backward_is_no_recomp
     block(torch.ones(1, 2, requires_grad=True)).sum().backward()
     detector.stop()
     assert detector.recomputes is False
+
+
+def test_layers_in_fp8_are_counted_also_as_fsdp2_makes_subclasses_of_them() -> None:
+    Float8Linear = type("Float8Linear", (torch.nn.Linear,), {})  # noqa: N806
+    sharded = type("FSDPFloat8Linear", (Float8Linear,), {})
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Float8Linear(2, 2), sharded(2, 2))
+    assert _float8_modules(model) == 2

@@ -54,7 +54,7 @@ def expected_values(run: ExpectedRun, trainer: Any) -> Values:
         "offload_optimizer": preset.offload_optimizer,
         "offload_param": preset.offload_param,
         "compute_dtype": dtype,
-        "master_dtype": "float32",  # docs/concepts/numerics.md
+        **preset.traits.held_dtypes(preset.settings),
         **{name: value for name, value in gradients.items() if name != "reduce_dtype" or not sent_by_hook},
         **_expected_optimizer(known_optimizer(run, trainer), preset),
         **made,
@@ -92,8 +92,10 @@ def expected_bytes(
     }
     spec = known_optimizer(run, trainer)
     if spec is not None and spec.is_fp32_adamw:
-        dtype = reading.optimizer_dtype if "master_dtype" in run.allowed else "float32"
-        parts["optimizer"] = [(stepped, (ADAM_STATES + keeps_masters) * element_bytes(dtype))]
+        held = preset.traits.held_dtypes(preset.settings)
+        state = reading.optimizer_dtype if "master_dtype" in run.allowed else held["optimizer_dtype"]
+        master = keeps_masters * element_bytes(held["master_dtype"])
+        parts["optimizer"] = [(stepped, ADAM_STATES * element_bytes(state) + master)]
     ranks = reading.dp_shard_size or reading.world_size or 1
     allowed, whole = {}, {}
     for part, tensors in parts.items():
@@ -122,7 +124,10 @@ def expected_bytes(
     expected = RankReading.of(byte_limits=allowed, whole_bytes=whole)
     if spec is None or spec.is_fp32_adamw:
         return expected
-    return expected | RankReading.of(expected_optimizer_dtype=spec.state_dtypes(updated_tensors(trainer)))
+    dtypes = spec.state_dtypes(updated_tensors(trainer))
+    if dtypes and spec.follows_weights:
+        dtypes = preset.traits.held_dtypes(preset.settings)["optimizer_dtype"]
+    return expected | RankReading.of(expected_optimizer_dtype=dtypes)
 
 
 def _hidden_size(model: Any) -> int | None:
@@ -165,7 +170,7 @@ def optimizer_class(optimizer: Any) -> str:
 
 def _expected_optimizer(spec: OptimizerSpec | None, preset: PresetSpec) -> Values:
     """The dtypes of AdamW's states are the numerics contract's; those of others follow from each rank's tensors."""
-    contract = {"optimizer_dtype": "float32"}
+    contract = {"optimizer_dtype": preset.traits.held_dtypes(preset.settings)["optimizer_dtype"]}
     if spec is None:
         return contract
     if preset.traits.offloaded_optimizer and preset.offload_optimizer:

@@ -60,6 +60,7 @@ def read_rank(
         torch_compile=bool(compiler.graphs and compiled),
         compiled_modules=compiled,
         graph_breaks=compiler.graph_breaks.total(),
+        float8_modules=_float8_modules(plain) or None,
         neftune_noise_alpha=_neftune(plain),
         attn_implementation=getattr(getattr(plain, "config", None), "_attn_implementation", None),
         layout=layout,
@@ -78,6 +79,11 @@ def _offloads_activations(plain: Any) -> bool:
     inner = {getattr(function, "func", function) for function in functions if function is not None}
     wrapped = any(isinstance(module, OffloadWrapper) for module in plain.modules())
     return wrapped or (bool(inner) and torch.utils.checkpoint.checkpoint not in inner)
+
+
+def _float8_modules(plain: Any) -> int:
+    """Count torchao's linear layers in FP8; FSDP2 makes subclasses of what it shards."""
+    return sum(any(each.__name__ == "Float8Linear" for each in type(module).__mro__) for module in plain.modules())
 
 
 def _neftune(plain: Any) -> float | None:
