@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
-from refused_arguments import REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
+from refused_arguments import BF16_STATES, REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
 
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
@@ -389,7 +389,7 @@ RAISES = {
         "is not defined": "batch-arithmetic",
         "Maximum supported ZeRO stage": "wrong-deepspeed-type",
         "is only supported with ZeRO Stage": "refused-by-deepspeed",
-        "requires bf16_master_weights_and_grads": "refused-by-deepspeed",
+        "requires bf16_master_weights_and_grads": "bf16-states",
     },
     ("deepspeed", "runtime/zero/config.py"): {
         "compute_grad_norm=false": "refused-by-deepspeed",
@@ -497,7 +497,10 @@ def read(text): DeepSpeedPlugin(hf_ds_config=json.loads(text)).deepspeed_config_
 KEPT = ('{"zero_optimization": {"stage": 3, "sub_group_size": "auto"}', '{"zero_optimization": {"stage": 3}}')
 REFUSALS = {
     "Trainer": (ARGUMENTS, REFUSED),
-    "DeepSpeed": (DEEPSPEED_CONFIG, [*REFUSED_BY_DEEPSPEED, *WORDS_OF_DEEPSPEED, ("{}", '{"train_batch_size": 1}')]),
+    "DeepSpeed": (
+        DEEPSPEED_CONFIG,
+        [*REFUSED_BY_DEEPSPEED, *BF16_STATES, *WORDS_OF_DEEPSPEED, ("{}", '{"train_batch_size": 1}')],
+    ),
     "peft": (
         ADAPTER,
         [

@@ -12,6 +12,7 @@ from job_scripts import SCRIPT_CASES
 from program_files import PROGRAM_CASES
 from refused_arguments import (
     ALONE,
+    BF16_STATES,
     REFUSED,
     REFUSED_BY_DEEPSPEED,
     REFUSED_BY_GRPO,
@@ -203,6 +204,7 @@ CASES = [
            f"output_dir: out\n{bad}max_completion_length: 9\n",
            f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
     *(Case("refused-by-deepspeed", bad, good, 2, "ds.json") for bad, good in REFUSED_BY_DEEPSPEED),
+    *(Case("bf16-states", bad, good, 2, "ds.json") for bad, good in BF16_STATES),
     *(Case("unknown-word", bad, good, 2, "ds.json") for bad, good in WORDS_OF_DEEPSPEED),
     *(Case("refused-by-peft", f"{SFT}use_peft: true\n{bad}", f"{SFT}use_peft: true\n{good}", 5)
       for bad, good in REFUSED_BY_PEFT),

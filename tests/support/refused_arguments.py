@@ -54,6 +54,8 @@ def _zero(stage: int, *settings: str) -> str:
 RATIO, CORES = '"offload_optimizer": {"device": "cpu", "ratio": %s}', '"offload_optimizer": {"cpuadam_cores_perc": %s}'
 SUM, NO_NORM = '"gradient_allreduce_op": "%s"', '"compute_grad_norm": %s'
 FP16 = '"fp16": {"enabled": true, %s}'
+MASTERS_16, STATES = '"fp16_master_weights_and_grads": true', '"bf16_optimizer_states": true'
+MASTERS = '"bf16_master_weights_and_grads": true'
 ZENFLOW = '"zenflow": {"topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": 4}'
 REFUSED_BY_DEEPSPEED = [
     (_json(SUM % "SUM", _zero(3)), _json(SUM % "sum", _zero(2))),
@@ -76,11 +78,13 @@ REFUSED_BY_DEEPSPEED = [
     (_json(FP16 % '"loss_scale_window": 0', _zero(1)),
      _json(FP16 % '"loss_scale": 128, "loss_scale_window": 0', _zero(1))),
     (_json(FP16 % '"min_loss_scale": 0', _zero(1)), _json(FP16 % '"min_loss_scale": 1', _zero(1))),
-    *((_json(f'"{name}": {{"enabled": true, "{name}_master_weights_and_grads": true}}', _zero(0)),
-       _json(f'"{name}": {{"enabled": true, "{name}_master_weights_and_grads": true}}', _zero(1)))
-      for name in ("bf16", "fp16")),
-    (_json('"bf16": {"enabled": true, "bf16_optimizer_states": true}', _zero(1)),
-     _json('"bf16": {"bf16_optimizer_states": true, "bf16_master_weights_and_grads": true}', _zero(1))),
+    (_json(FP16 % MASTERS_16, _zero(0)), _json(FP16 % MASTERS_16, _zero(1))),
+]  # fmt: skip
+BF16_STATES = [
+    (_json(f'"bf16": {{"enabled": true, {MASTERS}, {STATES}}}', _zero(0)),
+     _json(f'"bf16": {{"enabled": true, {MASTERS}, {STATES}}}', _zero(1))),
+    (_json(f'"bf16": {{"enabled": true, {STATES}}}', _zero(1)),
+     _json(f'"bf16": {{{STATES}, {MASTERS}}}', _zero(1))),
 ]  # fmt: skip
 # Of these the words, and where nothing fills `auto` in; DeepSpeed alone refuses the words.
 WORDS_OF_DEEPSPEED = [
