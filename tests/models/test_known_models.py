@@ -297,6 +297,8 @@ def test_a_model_of_another_shape_or_owner_is_not_planned_as_a_known_one(name: s
         ("unsloth/gemma-3-27b-it-qat-bnb-4bit", "google/gemma-3-27b-it"),
         ("Qwen/Qwen2.5-VL-3B-Instruct-AWQ", "Qwen/Qwen2.5-VL-3B-Instruct"),
         ("qwen2.5vl:7b", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("mlx-community/Qwen3-8B-4bit", "Qwen/Qwen3-8B"),
+        ("somebody/Llama-3.2-3B-Instruct-Q4_K_M-GGUF", "meta-llama/Llama-3.2-3B"),
     ],
 )
 def test_a_quantized_copy_or_a_short_name_is_refused_with_the_known_model(
@@ -307,7 +309,30 @@ def test_a_quantized_copy_or_a_short_name_is_refused_with_the_known_model(
         config_path(name)
     assert refused.value.hint is not None
     assert f"did you mean `{known}`" in refused.value.hint
-    assert ("--load-in-4bit" in refused.value.hint) == bool(re.search("awq|gguf|qat", name.lower()))
+    assert ("--load-in-4bit" in refused.value.hint) == bool(re.search("awq|gguf|qat|4bit", name.lower()))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-0.7B", "Qwen/Qwen1.5-5B", "OpenGVLab/InternVL3-8B", "Qwen/Qwen4-VL-8B-Instruct"]
+)
+def test_another_size_or_generation_is_no_typing_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ToolkitError) as refused:
+        config_path(name)
+    assert "did you mean" not in str(refused.value.hint)
+
+
+def test_a_typing_error_and_the_base_of_a_fine_tune_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hints = {
+        "Qwen/Qwn3-8B": "did you mean `Qwen/Qwen3-8B`?",
+        "somebody/Llama-3.1-8B-abliterated": "if it is a fine-tune of `meta-llama/Llama-3.1-8B`, plan that.",
+        "somebody/Qwen3-14B-news-AWQ": "of `Qwen/Qwen3-14B`, plan that with `--lora-r 16 --load-in-4bit`.",
+    }
+    for name, hint in hints.items():
+        with pytest.raises(ToolkitError) as refused:
+            config_path(name)
+        assert hint in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-9B", "openbmb/MiniCPM-V-4_5", "Qwen/Qwen9-VL-7B-AWQ", "gemma-3-8b-GGUF"])

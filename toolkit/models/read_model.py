@@ -47,10 +47,11 @@ COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 # Words of a name that say how a model was tuned or stored, and nothing of its shape.
 TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
-TUNING |= {"think", "sft", "dpo", "hf", "1m"}
+TUNING |= {"think", "sft", "dpo", "hf", "1m", "reasoning", "pretrain", "pretrained", "rl", "fp16", "dynamic", "block"}
 IN_4BIT = {"unsloth", "bnb", "4bit"}
 # Words of copies for inference, and of some that only LoRA trains: their weights are not what a plan is of.
 STORED = {"awq", "gguf", "gptq", "qat", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4", "mxfp4", "mlx", "exl2", "nf4"}
+STORED |= {"4bit", "4bits", "6bit", "8bits", "exl3", "i1", "quantized"}
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -295,13 +296,31 @@ def made_from(name: str) -> str | None:
     >>> made_from("TheBloke/Qwen2.5-7B-Instruct-AWQ"), made_from("llama3.3:70b"), made_from("Qwen2-VL-7")
     ('Qwen/Qwen2.5-7B', 'meta-llama/Llama-3.3-70B-Instruct', None)
     """
+    return _squeezed_names().get("".join(_words(name)))
+
+
+def base_named_in(name: str) -> str | None:
+    """Return the known model of a size that a name contains: a guess at what a fine-tune was made from.
+
+    >>> base_named_in("somebody/MedReason-Llama-3.1-8B-v2"), base_named_in("somebody/Phi-4-flash")
+    ('meta-llama/Llama-3.1-8B', None)
+    """
+    words = _words(name)
+    parts = (words[start:end] for start in range(len(words)) for end in range(start + 1, len(words) + 1))
+    sized = ["".join(part) for part in parts if any(re.fullmatch(r"\d+(\.\d+)?[bm]", word) for word in part)]
+    return next((_squeezed_names()[each] for each in sorted(sized, key=len)[::-1] if each in _squeezed_names()), None)
+
+
+@functools.cache
+def _squeezed_names() -> Mapping[str, str]:
     longest_first = sorted(_twins().items(), key=lambda each: -len(each[0][1]))
-    squeezed = {_squeezed(short): known for (_, short), known in longest_first}
-    return squeezed.get(_squeezed(name.lower().rpartition("/")[2]))
+    return {"".join(_words(short)): known for (_, short), known in longest_first}
 
 
-def _squeezed(short: str) -> str:
-    return "".join(word for word in re.split("[-_:]", short) if word not in TUNING | IN_4BIT | STORED)
+def _words(name: str) -> list[str]:
+    """The words of a name that say its shape; a file's `Q4_K_M` is none."""
+    short = re.sub(r"[-_.]i?q\d_\w+", "", name.lower().rpartition("/")[2])
+    return [word for word in re.split("[-_:]", short) if word and word not in TUNING | IN_4BIT | STORED]
 
 
 def config_path(model: str, *, known: bool = True) -> Path:
@@ -335,12 +354,18 @@ def config_path(model: str, *, known: bool = True) -> Path:
         if kind := next((kind for kind, words in WORDS_OF_KIND.items() if re.search(words, name.lower())), None):
             raise _no_decoder(f"{name}, by its name,", kind) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
-        close = made_from(name) or names.get(nearest(name.lower(), names, cutoff=0.85) or "")
-        if close is None or close == name:
+        # a typing error changes no number: with another one it is another size or generation
+        same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
+        close = made_from(name) or names.get(nearest(name.lower(), same, cutoff=0.9) or "")
+        base = base_named_in(name)
+        if close == name or not (close or base):
             raise
         stored = STORED & {*re.split("[-_:]", name.lower().rpartition("/")[2])}
         in_4bit = " with `--lora-r 16 --load-in-4bit`" if stored else ""
-        raise ToolkitError(error.message, hint=f"did you mean `{close}`{in_4bit}? Or {error.hint}") from None
+        guess = (
+            f"did you mean `{close}`{in_4bit}?" if close else f"if it is a fine-tune of `{base}`, plan that{in_4bit}."
+        )
+        raise ToolkitError(error.message, hint=f"{guess} Or {error.hint}") from None
 
 
 def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:
@@ -372,9 +397,8 @@ def _check_type(fields: ConfigFields) -> None:
                 f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
                 hint="plan a model of the same shape that transformers has",
             )
-        if close and re.sub(r"\d", "", close) == re.sub(
-            r"\d", "", model_type
-        ):  # another generation, and no typing error
+        # another generation, and no typing error
+        if close and re.sub(r"\d", "", close) == re.sub(r"\d", "", model_type):
             version = installed_version("transformers")
             hint = f"transformers {version} has `{close}` and does not have this one; a newer version may"
             raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
@@ -424,15 +448,8 @@ NO_DECODERS = {
     "a model of sound": (
         *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
         *("audioflamingo3", "canary", "cohere_asr", "data2vec-audio", "dia", "glmasr", "granite_speech", "lasr_ctc"),
-        *(
-            "qwen2_5_omni",
-            "qwen3_omni_moe",
-            "kyutai_speech_to_text",
-            "moonshine_streaming",
-            "moss_transcribe_diarize",
-            "musicflamingo",
-            "pop2piano",
-        ),
+        *("kyutai_speech_to_text", "moonshine_streaming", "moss_transcribe_diarize", "musicflamingo", "pop2piano"),
+        *("qwen2_5_omni", "qwen3_omni_moe"),
         *("qwen2_audio", "qwen3_asr", "seamless_m4t_v2", "sew", "sew-d", "speecht5", "unispeech", "unispeech-sat"),
         *("vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime", "wav2vec2-bert", "wav2vec2-conformer"),
     ),
