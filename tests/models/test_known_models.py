@@ -18,7 +18,7 @@ from launching import ROOT
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
 from toolkit.models import read_model as reading
-from toolkit.models.families import COUNTED, family_count
+from toolkit.models.families import COUNTED, TERMS, family_count
 from toolkit.models.read_model import _say_once, bundled_models, config_path, known_models, read_model
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_table import PlanAnswer, summary
@@ -192,6 +192,26 @@ def test_another_size_of_a_counted_family_has_the_tensors_and_adapters_that_tran
         wrong += [] if parts[0] == parts[1] else [(own["model_type"], own["num_layers"], own["hidden_size"])]
     assert wrong == []
     assert len(pairs) >= 20
+
+
+def test_the_terms_of_a_counted_model_give_its_own_count() -> None:
+    """Qwen3-VL-235B was planned with 60 experts of 128: its configuration names their number in another way."""
+    folders = [path.parent for path in known_models().values() if path.with_name(TERMS).exists()]
+    results = {folder: family_count(read_json_object(folder / "config.json"), [folder]) for folder in folders}
+    of_own = {folder: result[0] for folder, result in results.items() if result is not None}
+    parts = ("layers_of_kind", "outer", "adapters_of_layer", "outer_adapters", "num_experts", "hidden_size")
+    for folder, found in of_own.items():
+        own = read_json_object(folder / COUNTED)
+        assert {part: found[part] for part in parts} == {part: own[part] for part in parts}, folder.name
+    assert len(of_own) >= 59
+
+
+def test_terms_are_not_used_where_a_size_has_a_name_that_they_do_not_know(tmp_path: Path) -> None:
+    base = known_models()["Qwen/Qwen3-VL-30B-A3B-Instruct"].parent
+    for name in ("config.json", COUNTED, TERMS):
+        text = (base / name).read_text()
+        (tmp_path / name).write_text(text.replace("num_experts", "how_many_experts") if name == "config.json" else text)
+    assert family_count(read_json_object(tmp_path / "config.json"), [tmp_path]) is None
 
 
 def test_activations_scaled_from_another_size_are_within_15_percent_of_its_own_count() -> None:

@@ -122,11 +122,12 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
     if kinds is None or any(old.get(path) != sizes.get(path) for path in {*terms["fixed"], *elsewhere}):
         return None
 
-    def dimensions(place: str, count: int) -> list[int]:
+    def dimensions(place: str, counted_as: Sequence[int]) -> list[int]:
         result = []
-        for at in range(count):
+        for at, before in enumerate(counted_as):
             term, *same = terms["terms"][f"{place} {at}"].split("|")
-            if any(old[name] != sizes[name] for name in same):  # it is no sum of products
+            # it is no sum of products, or the configuration has the size by another name
+            if any(old[name] != sizes[name] for name in same) or evaluate(term, old) != before:
                 raise KeyError(place)
             result.append(evaluate(term, sizes))
             if result[-1] < 1:  # a part that this size is without
@@ -134,7 +135,7 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
         return result
 
     def tensors(part: str, rows: Iterable[tuple[str, Row]]) -> list[Row]:
-        return [[row[0], dimensions(f"{part} {place}", len(row[1])), row[2]] for place, row in rows]
+        return [[row[0], dimensions(f"{part} {place}", row[1]), row[2]] for place, row in rows]
 
     used = sorted(set(kinds))
     first = [counted["kind_of_layer"].index(kind) for kind in used]
@@ -204,7 +205,10 @@ def _blocks(rows: Sequence[Row], depths: Mapping[int, int]) -> Iterator[tuple[st
 
 def _resolved(values: Values, defaults: Values) -> dict[str, Any]:
     """The sizes of a configuration, with what transformers puts where it states none."""
-    sizes = dict(defaults) | scalars(values)
+    stated = scalars(values)
+    sizes = dict(defaults) | stated
+    # a name that transformers maps to the other
+    sizes |= {f"{path[:-7]}local_experts": size for path, size in stated.items() if path.endswith("num_experts")}
     prefix = "text_config." if "text_config.hidden_size" in sizes else ""
     if heads := sizes.get(f"{prefix}num_attention_heads"):
         sizes.setdefault(f"{prefix}num_key_value_heads", heads)
