@@ -67,7 +67,7 @@ def test_every_known_model_names_its_source() -> None:
     shapes = {name: read_model(name) for name in READABLE}
     # saved activations are worked out or counted, and never estimated as another architecture's
     assert {name for name, shape in shapes.items() if shape.activations_from == "llama"} == set()
-    assert len(shapes) >= 220
+    assert len(shapes) >= 260
 
 
 def test_the_name_of_a_model_that_is_counted_needs_neither_transformers_nor_its_owner() -> None:
@@ -301,7 +301,7 @@ def test_a_published_copy_is_planned_as_the_model_that_it_is_listed_with() -> No
     assert {copy: reading.same_shape(copy) for copy in listed} == listed
 
 
-@pytest.mark.parametrize("name", ["somebody/Qwen3-8B", "Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-8B-GGUF", "Qwen2-VL-7B"])
+@pytest.mark.parametrize("name", ["somebody/Qwen3-8B", "Qwen/Qwen3-9B-Instruct", "Qwen/Qwen3-8B-GGUF", "Qwen2-VL-9B"])
 def test_a_model_of_another_shape_or_owner_is_not_planned_as_a_known_one(name: str) -> None:
     assert reading.same_shape(name) is None
 

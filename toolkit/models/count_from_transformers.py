@@ -318,9 +318,10 @@ def _with_fewer_layers(config: Any, kinds: list[str], *, tower: bool = False) ->
             if isinstance(value, list) and len(value) == len(kinds):  # one entry per layer
                 setattr(text, name, value[:needed])
         text.num_hidden_layers = needed
-    for name in () if tower else ("depth", "num_hidden_layers"):  # a tower is built, and not run
-        if getattr(vision := getattr(config, "vision_config", None), name, None):
-            setattr(vision, name, 1)
+    for part in () if tower else ("vision_config", "audio_config"):  # a tower is built, and not run
+        for name in ("depth", "num_hidden_layers"):
+            if getattr(encoder := getattr(config, part, None), name, None):
+                setattr(encoder, name, 1)
     return config
 
 

@@ -231,7 +231,8 @@ def _kinds(new: Values, old: Values, kinds: Sequence[int]) -> list[int] | None:
     count, before = new.get(LAYERS), old.get(LAYERS)
     if not isinstance(count, int) or before != len(kinds):
         return None
-    names = [name for name, each in old.items() if isinstance(each, list | str) and len(each) == before]
+    per_layer = (name for name, each in old.items() if isinstance(each, list | str) and len(each) == before)
+    names = list(filter(decides, per_layer))
     if any(not isinstance(new.get(name), list | str) or len(new[name]) != count for name in names):
         return None
 

@@ -51,7 +51,8 @@ def check_image_tokens(shape: ModelShape, image_tokens: int, row_tokens: int) ->
         message = f"--image-tokens is {image_tokens:,}, and a row has {row_tokens:,} tokens, images included"
         raise ToolkitError(message, hint=f"`--max-seq-length {image_tokens + 256}` leaves 256 for the text")
     if reason := OTHER_TOWERS.get(shape.model_type):
-        raise ToolkitError(f"--image-tokens: {shape.model_type} is not planned with images: {reason}")
+        message = f"--image-tokens: {shape.model_type} is not planned with images: {reason}"
+        raise ToolkitError(message, hint="without it, rows of text are planned; `toolkit rehearse` measures others")
     if not any(map(is_of_images, shape.outer)):
         message = f"{shape.model_type} has no encoder of images, which --image-tokens and --freeze-vision-tower are for"
         raise ToolkitError(message, hint="leave them out")
