@@ -346,8 +346,8 @@ def test_a_typing_error_and_the_base_of_a_fine_tune_are_named(monkeypatch: pytes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hints = {
         "Qwen/Qwn3-8B": "did you mean `Qwen/Qwen3-8B`?",
-        "somebody/Llama-3.1-8B-abliterated": "if it is a fine-tune of `meta-llama/Llama-3.1-8B`, plan that.",
-        "somebody/Qwen3-14B-news-AWQ": "of `Qwen/Qwen3-14B`, plan that with `--lora-r 16 --load-in-4bit`.",
+        "somebody/Llama-3.1-8B-abliterated": "if it is a fine-tune, plan its base, maybe `meta-llama/Llama-3.1-8B`?",
+        "somebody/Qwen3-14B-news-AWQ": "maybe `Qwen/Qwen3-14B` with `--lora-r 16 --load-in-4bit`?",
     }
     for name, hint in hints.items():
         with pytest.raises(ToolkitError) as refused:

@@ -205,8 +205,7 @@ def _blocks(rows: Sequence[Row], depths: Mapping[int, int]) -> Iterator[tuple[st
 
 def _resolved(values: Values, defaults: Values) -> dict[str, Any]:
     """The sizes of a configuration, with what transformers puts where it states none."""
-    stated = scalars(values)
-    sizes = dict(defaults) | stated
+    sizes = dict(defaults) | (stated := scalars(values))
     # a name that transformers maps to the other
     sizes |= {f"{path[:-7]}local_experts": size for path, size in stated.items() if path.endswith("num_experts")}
     prefix = "text_config." if "text_config.hidden_size" in sizes else ""
@@ -231,8 +230,7 @@ def _kinds(new: Values, old: Values, kinds: Sequence[int]) -> list[int] | None:
     count, before = new.get(LAYERS), old.get(LAYERS)
     if not isinstance(count, int) or before != len(kinds):
         return None
-    per_layer = (name for name, each in old.items() if isinstance(each, list | str) and len(each) == before)
-    names = list(filter(decides, per_layer))
+    names = [name for name, row in old.items() if decides(name) and isinstance(row, list | str) and len(row) == before]
     if any(not isinstance(new.get(name), list | str) or len(new[name]) != count for name in names):
         return None
 

@@ -362,10 +362,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
             raise
         stored = STORED & {*re.split("[-_:]", name.lower().rpartition("/")[2])}
         in_4bit = " with `--lora-r 16 --load-in-4bit`" if stored else ""
-        guess = (
-            f"did you mean `{close}`{in_4bit}?" if close else f"if it is a fine-tune of `{base}`, plan that{in_4bit}."
-        )
-        raise ToolkitError(error.message, hint=f"{guess} Or {error.hint}") from None
+        guess = f"did you mean `{close}`" if close else f"if it is a fine-tune, plan its base, maybe `{base}`"
+        raise ToolkitError(error.message, hint=f"{guess}{in_4bit}? Or {error.hint}") from None
 
 
 def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:
