@@ -209,7 +209,7 @@ def compared_fields() -> set[str]:
         "observe/verify/expected.py": ("expected_values", "_expected_optimizer"),
         "observe/verify/verification.py": ("expected_values",),
         "train/trainer.py": ("expected_readings", "observer_parts"),
-        "engines/engine.py": ("gradient_facts",),
+        "engines/engine.py": ("gradient_facts", "held_dtypes"),
     }
     keys: set[str] = set()
     for name, functions in expecting.items():
