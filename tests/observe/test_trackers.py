@@ -56,7 +56,8 @@ def told_mlflow(folder: Path) -> str:
 def told_trackio(folder: Path) -> str:
     (file,) = (file for file in folder.rglob("*.db"))
     with sqlite3.connect(file) as database:
-        return json.dumps(database.execute("select * from configs").fetchall())
+        (config,) = database.execute("select config from configs").fetchone()
+    return config.decode() if isinstance(config, bytes) else str(config)  # trackio 0.43 stores bytes
 
 
 def offline(folder: Path) -> dict[str, str]:
