@@ -934,3 +934,34 @@ def test_what_transformers_5_needs_excludes_no_older_version(tmp_path: Path) -> 
     (tmp_path / "requirements.txt").write_text("tokenizers==0.13.3\n")
     assert pinned_below(tmp_path, "transformers", "5.0.0") == "tokenizers ==0.13.3"
     assert pinned_below(tmp_path, "transformers", "4.31.0") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ("x = model_args.torch_dtype", "an older TRL, or `dtype` and the same in your code"),
+        ("x = load(torch_dtype=1)", "`dtype`"),
+    ],
+)
+def test_a_name_that_the_code_reads_from_its_arguments_is_renamed_there_too(
+    code: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "train.py").write_text(f"parser = TrlParser((SFTConfig, ModelConfig))\n{code}\n")
+    findings = lint(tmp_path, a__yaml=f"{TRL}torch_dtype: bfloat16\n")
+    assert [each.fix for each in findings if each.key == "torch_dtype"] == [fix]
+    assert (fixed_text(tmp_path / "a.yaml") == (tmp_path / "a.yaml").read_text()) == ("older" in fix)
+
+
+@pytest.mark.parametrize("name", ["transformer_cls_names_to_wrap", "cpu_offload"])
+def test_a_field_of_the_fsdp_plugin_has_another_name_in_the_file(name: str, tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__yaml=f"distributed_type: FSDP\nfsdp_config:\n  fsdp_{name}: a\n")
+    fixes = {"transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap", "cpu_offload": "offload_params"}
+    assert [each.fix for each in findings if name in each.key] == [f"`fsdp_{fixes[name]}`"]
+
+
+@pytest.mark.parametrize("name", ["eval_dataset", "eval_datasets"])
+def test_axolotls_name_for_rows_to_evaluate_is_named(name: str, tmp_path: Path) -> None:
+    rows = "\n  - {path: v.jsonl, type: alpaca}\n"
+    findings = lint(tmp_path, a__yaml=f"base_model: a/b\nmicro_batch_size: 1\ndatasets:{rows}{name}:{rows}")
+    assert [each.fix for each in findings if each.key == name] == ["`test_datasets`, without `val_set_size`"]

@@ -171,6 +171,11 @@ class Document:
         source = self.reader_source
         return name in source and re.search(pattern.replace("NAME", re.escape(name)), source) is not None
 
+    def is_read_from_arguments(self, name: str) -> bool:
+        """Return True where the project's code reads a setting from its parsed arguments: `args.NAME`."""
+        source = project_source(Path(self.path).absolute().parent)
+        return name in source and re.search(rf"args\.{re.escape(name)}\b", source) is not None
+
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
         return pinned_below(Path(self.path).absolute().parent, library, version) if version else None

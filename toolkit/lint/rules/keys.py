@@ -45,6 +45,11 @@ CLOSED_ARGUMENTS = (
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$")
+# Fields of accelerate's FSDP plugin, and the keys of a file that set them.
+PLUGIN_FIELDS = {
+    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_cpu_offload": "fsdp_offload_params",
+}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
 FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -63,6 +68,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
     close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
+    close = PLUGIN_FIELDS.get(name, close) if doc.kind != DEEPSPEED else close
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     fix = f"`{close}`" if is_free else "remove it"

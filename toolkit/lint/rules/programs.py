@@ -57,6 +57,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
+        if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
+            fix = f"an older TRL, or {fix} and the same in your code"
         if (key in schema.former or key in schema.renamed) and (pin := _older(doc, schema)):
             message, level, instead = f"{message}; the project asks for {pin}", NOTE, None
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
