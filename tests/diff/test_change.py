@@ -87,3 +87,15 @@ def test_a_commit_that_is_not_there_and_a_wrong_format_are_invalid_input(
     code, _, err = run_command(["diff", "nosuch"], capsys)
     assert (code, err.splitlines()[0]) == (2, "error: git merge-base: Not a valid object name nosuch")
     assert diff("--format", "html")[0] == diff("--level", "all")[0] == 2
+
+
+def test_a_finding_of_both_is_judged_by_the_same_requirements(diff: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pin is in the repository's root, and the command in a folder below it."""
+    Path("requirements.txt").write_text("deepspeed==0.14.0\n")
+    Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "foo": 1}}')
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["add", "-A"], ["commit", "-q", "-m", "second"]):
+        subprocess.run([*git, *words], check=True)
+    Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "foo": 1}}')
+    monkeypatch.chdir("configs")
+    assert diff()[:2] == (0, "ds.json (changed)\n")

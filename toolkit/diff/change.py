@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import math
 import os
 import subprocess
@@ -17,6 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.lint.check import LintResult, lint_paths
 from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, load_document
 from toolkit.lint.findings import Finding
+from toolkit.lint.named_files import JUDGED_BY, forget_projects
 from toolkit.plan.config_file import configured_plan
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
@@ -88,6 +90,7 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
     names = sorted(name for name in status if name.endswith(LINTED_SUFFIXES))
     if not names:
         return []
+    forget_projects()
     found = []
     with files_of(ancestor) as old:
         for name in names:
@@ -114,17 +117,21 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
 
 @contextlib.contextmanager
 def files_of(commit: str) -> Iterator[Path]:
-    """Give a folder with the configuration files of a commit, for as long as the context lasts."""
-    tracked = _git("ls-tree", "-r", "-z", "--name-only", commit).split("\0")
+    """Give the working directory as it was in a commit: its configurations and the files that these are judged by."""
+    top, below = (_git("rev-parse", word).strip() for word in ("--show-toplevel", "--show-prefix"))
+    listed = _git("ls-tree", "-r", "-z", "--full-tree", "--name-only", commit).split("\0")
+    tracked = {name.rpartition("/")[2] for name in listed}
     # Patterns, not names: a repository may have more of them than a command line takes.
-    patterns = [f":(glob)**/*{suffix}" for suffix in LINTED_SUFFIXES if any(name.endswith(suffix) for name in tracked)]
+    wanted = (*(f"*{suffix}" for suffix in LINTED_SUFFIXES), *JUDGED_BY)
+    patterns = [f":(glob)**/{pattern}" for pattern in wanted if fnmatch.filter(tracked, pattern)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
         if patterns:
-            subprocess.run(["git", "archive", commit, "--", *patterns], stdout=packed, check=True)
+            subprocess.run(["git", "archive", commit, "--", *patterns], stdout=packed, check=True, cwd=top)
             packed.seek(0)
             with tarfile.open(fileobj=packed) as archive:
                 archive.extractall(folder, filter=_inside)
-        yield Path(folder)
+        Path(folder, ".git").touch()  # the project ends here
+        yield Path(folder, below)
 
 
 def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
@@ -140,7 +147,7 @@ def _linted(file: Path, root: Path) -> list[Finding] | None:
     if not file.is_file():
         return None
     try:
-        result: LintResult = lint_paths([file])
+        result: LintResult = lint_paths([file], forgets=False)
     except ToolkitError:
         return None
     prefix = f"{root}{os.sep}" if root != Path() else ""

@@ -57,13 +57,16 @@ class LintResult:
     """One line for each script whose arguments no rule knows."""
 
 
-def lint_paths(paths: Sequence[Path], *, skips_others: bool = False) -> LintResult:
+def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bool = True) -> LintResult:
     """Lint each file, each configuration in a folder, and each DeepSpeed JSON that one of them names.
+
+    Other files of their projects are read again, unless `forgets` is False: since the last call they may have changed.
 
     Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration; with
     `skips_others` named files are looked at like those of a folder, where other programs' files lie too.
     """
-    forget_projects()
+    if forgets:
+        forget_projects()
     documents: dict[tuple[Path, str | None, str, int], Document] = {}
     unreadable: list[ToolkitError] = []
     skipped: list[str] = []

@@ -28,6 +28,7 @@ _TRAINER = re.compile(
 )
 _REQUIREMENTS = ("*requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
 _INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
+JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py")  # names of files that decide what a finding is
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
     "transformers": ("5", {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"}),
