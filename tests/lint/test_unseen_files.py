@@ -965,3 +965,27 @@ def test_axolotls_name_for_rows_to_evaluate_is_named(name: str, tmp_path: Path) 
     rows = "\n  - {path: v.jsonl, type: alpaca}\n"
     findings = lint(tmp_path, a__yaml=f"base_model: a/b\nmicro_batch_size: 1\ndatasets:{rows}{name}:{rows}")
     assert [each.fix for each in findings if each.key == name] == ["`test_datasets`, without `val_set_size`"]
+
+
+def test_a_json_to_which_the_projects_code_adds_the_batch_size_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("deepspeed: ds.json\noutput_dir: out\nper_device_train_batch_size: 1\n")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    (tmp_path / "setup.py").touch()
+    found = [each.rule for each in lint_paths([tmp_path / "train.yaml"]).findings]
+    (tmp_path / "trainer.py").write_text(
+        'config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size\n'
+    )
+    assert "no-batch-size" in found
+    assert "no-batch-size" not in [each.rule for each in lint_paths([tmp_path / "train.yaml"]).findings]
+
+
+def test_auto_that_the_projects_code_may_fill_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("deepspeed: ds.json\noutput_dir: out\nper_device_train_batch_size: 1\n")
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "sub_group_size": "auto"}}'
+    )
+    (tmp_path / "setup.py").touch()
+    levels = [f.level for f in lint_paths([tmp_path / "train.yaml"]).findings if f.rule == "auto-is-kept"]
+    (tmp_path / "own.py").write_text('config["zero_optimization"]["sub_group_size"] = args.size\n')
+    filled = [f.level for f in lint_paths([tmp_path / "train.yaml"]).findings if f.rule == "auto-is-kept"]
+    assert (levels, filled) == (["error"], ["note"])

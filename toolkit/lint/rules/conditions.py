@@ -17,6 +17,7 @@ from toolkit.lint.rules.trainer import processes_of
 from toolkit.presets.method_rules import rejects_save_only_model
 
 # Values that no key of the file has by itself.
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
     "cp_size": lambda doc: settings.parallel_degree(doc, "cp"),
@@ -65,6 +66,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
+    "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
     "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,

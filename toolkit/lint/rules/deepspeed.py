@@ -28,6 +28,7 @@ from toolkit.lint.rules.settings import (
     as_int,
     is_deepspeed,
     is_without_trainer,
+    names_word,
     offload_device,
     shorten,
     stage3_key,
@@ -140,6 +141,7 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
     for key in () if is_without_trainer(doc) else doc.positions:
         if doc.get(key) == "auto" and key not in launcher_tables()["filled"]:
             level = None if doc.named_by is not None else WARNING
+            level = NOTE if names_word(doc, key.rpartition(".")[2]) else level  # the project may fill it in
             yield Match(key, "nothing fills auto in here: accelerate and the Trainer raise", "remove it", level=level)
 
 

@@ -17,7 +17,7 @@ from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
 from toolkit.lint.job_script import PYTHON
-from toolkit.lint.named_files import find_named, has_own_loop
+from toolkit.lint.named_files import find_named, has_own_loop, project_source
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -182,6 +182,12 @@ def level_for_trainer(doc: Document) -> str | None:
 def is_without_trainer(doc: Document) -> bool:
     """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
     return trainer_of(doc) is None and has_own_loop(Path(doc.path).absolute().parent)
+
+
+def names_word(doc: Document, word: str) -> bool:
+    """Return True where a string of the project's own code is that word: it may write such a key itself."""
+    source = project_source(Path(doc.path).absolute().parent)
+    return f'"{word}"' in source or f"'{word}'" in source
 
 
 def saves(doc: Document) -> bool:
