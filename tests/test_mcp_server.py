@@ -64,7 +64,10 @@ def test_a_command_returns_its_json_or_its_message() -> None:
         mcp_server.plan("no-such/model.json", ARGUMENTS)
 
 
-@pytest.mark.parametrize("word", ["--in-place", "--trust-remote-code", "--script", "--verify", "--output=x"])
+@pytest.mark.parametrize(
+    "word",
+    ["--in-place", "--in_place", "--trust-remote-code", "--trust_remote_code", "--script", "--verify", "--output=x"],
+)
 def test_an_option_that_writes_or_runs_code_is_refused(word: str) -> None:
     with pytest.raises(ToolkitError, match="a person types it"):
         mcp_server.lint(["configs"], [word])

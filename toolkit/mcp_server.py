@@ -30,7 +30,7 @@ INSTRUCTIONS = "Plan before a run, and start none that `does_not_fit`. `argument
 def answer(command: str, *words: str) -> Any:
     """Run a command and return its JSON. Raises ToolkitError with the command's message where it has none."""
     for word in words:
-        if word.startswith(REFUSED):
+        if word.replace("_", "-").startswith(REFUSED):  # the command line takes both
             raise ToolkitError(f"{word} is not for agents: a person types it on the command line")
     argv = [sys.executable, "-m", "toolkit", command, *words, "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS)

@@ -52,3 +52,14 @@ def test_files_of_other_programs_are_passed_over_where_a_hook_names_all(
     assert run_command(["lint", "--skip-others", "mkdocs.yml", "my file.yaml"], capsys)[0] == 1
     assert run_command(["lint", "--format", "xml", "mkdocs.yml"], capsys)[0] == 2
     assert folder.exists()
+
+
+def test_a_named_file_that_is_not_there_is_an_error_beside_the_findings_of_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "dangling.yaml").symlink_to("gone.yaml")
+    for name in ("missing.yaml", "dangling.yaml"):
+        code, out, err = run_command(["lint", "--skip-others", "--format", "sarif", name, "my file.yaml"], capsys)
+        (run,) = json.loads(out)["runs"]
+        assert (code, len(run["results"])) == (2, 1)
+        assert f"no such file: {name}" in err

@@ -81,7 +81,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                     raise
                 if isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
                     continue
-                if OURS.search(file.read_bytes().decode(errors="replace")):
+                if not is_file(file) or OURS.search(file.read_bytes().decode(errors="replace")):
                     unreadable.append(error)
                 else:
                     skipped.append(f"skipped, as another program's: {error.message}")
