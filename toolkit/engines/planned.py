@@ -7,6 +7,7 @@ from typing import Protocol
 
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 
+ADAM_STATES = 2  # momentum and variance
 ACTIVATION_BYTES = 4  # the residual stream between layers, also under autocast
 # Groups whose collectives computation waits for: the next operation reads their result.
 BLOCKING = ("tp", "sp", "ep")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.engines.engine import Engine, EngineSettings, PlannedStep, Sharding
-from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
+from toolkit.engines.planned import ADAM_STATES, Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Tensor
@@ -37,7 +37,6 @@ PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/
 # With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
 # an fp32 copy of it (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
 OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
-ADAM_STATES = 2  # momentum and variance
 # Of its `bf16` block: master weights and gradients in bf16, and the states of the optimizer with them.
 BF16_MASTERS, BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 

@@ -178,9 +178,9 @@ def _is_known(document: Document, rule: LintRule) -> bool:
 def _message(document: Document, rule: LintRule, match: Match) -> str:
     if pin := _pin(document, rule, match):
         return f"{match.message}; the project asks for {pin}"
-    return match.message + (
-        f"; the project's own {rule.library} decides" if document.has_own_copy(rule.library) else ""
-    )
+    if document.has_own_copy(rule.library):
+        return f"{match.message}; the project's own {rule.library} decides"
+    return match.message
 
 
 def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
@@ -198,7 +198,7 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
     level = match.level or rule.level
     if not _is_certain(document, rule, match):
         return NOTE
-    if document.kind == TRAINER and document.call is None and has_own_loop(Path(document.path).absolute().parent):
+    if document.kind == TRAINER and document.call is None and has_own_loop(document.folder):
         return NOTE  # its settings are those of the loop
     if level == NOTE or _is_known(document, rule):
         return level

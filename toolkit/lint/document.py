@@ -151,6 +151,11 @@ class Document:
         is_set = OWN_DEFAULT.search(self.source) or SET_BY_SCRIPT.search(self.reader_source)
         return is_all and is_set is None
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, absolute."""
+        return Path(self.path).absolute().parent
+
     def is_declared(self, name: str) -> bool:
         """Return True for an argument that a script has itself: a field of a dataclass of its own, or of its parser.
 
@@ -159,11 +164,11 @@ class Document:
         known = trainer_argument_names()
         if self.call is not None and name not in known and sum(each.startswith(name) for each in known) == 1:
             return True  # argparse takes the beginning of one option for it
-        folder = Path(self.path).absolute().parent
         if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
-            return declares(project_source(folder), name)
-        of_a_fork = project_source(folder, "training_args.py", "/trl/trainer/")
-        return any(declares(each, name) for each in (self.source, of_a_fork, imported_source(self.source, folder)))
+            return declares(project_source(self.folder), name)
+        of_a_fork = project_source(self.folder, "training_args.py", "/trl/trainer/")
+        imported = imported_source(self.source, self.folder)
+        return any(declares(each, name) for each in (self.source, of_a_fork, imported))
 
     def is_read(self, name: str) -> bool:
         """Return True for a setting that the script, or the project, reads by this name."""
@@ -173,16 +178,16 @@ class Document:
 
     def is_read_from_arguments(self, name: str) -> bool:
         """Return True where the project's code reads a setting from its parsed arguments: `args.NAME`."""
-        source = project_source(Path(self.path).absolute().parent)
+        source = project_source(self.folder)
         return name in source and re.search(rf"args\.{re.escape(name)}\b", source) is not None
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
-        return pinned_below(Path(self.path).absolute().parent, library, version) if version else None
+        return pinned_below(self.folder, library, version) if version else None
 
     def has_own_copy(self, library: str) -> bool:
         """Return True where the file's project has the modules of a library itself."""
-        return has_own_copy(Path(self.path).absolute().parent, library)
+        return has_own_copy(self.folder, library)
 
     @property
     def is_guessed(self) -> bool:
@@ -203,7 +208,7 @@ class Document:
     @property
     def reader_source(self) -> str:
         """The source of the script, or that of a file's project."""
-        return self.source or project_source(Path(self.path).absolute().parent)
+        return self.source or project_source(self.folder)
 
     @property
     def linted(self) -> list[Document]:
@@ -282,7 +287,7 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
     own, beside = source_of(call.script or "", document.path)
     source = own + beside
-    imported = imported_source(own, Path(document.path).absolute().parent)
+    imported = imported_source(own, document.folder)
     others = {name: value for name, value in data.items() if not declares(source, name)}
     program = reader_of(others, script=call.script or "")
     program = program or reader_in(own, imported, beside, is_trainer=bool(data.keys() & TRAINER_EVIDENCE))

@@ -31,12 +31,14 @@ _INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile"
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py")  # names of files that decide what a finding is
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
-    "transformers": ("5", {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22"}),
+    "transformers": (
+        "5",
+        {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22", "accelerate": "1.1"},
+    ),
     "trl": ("1", {"transformers": "4.56.2"}),
     "accelerate": ("0", {"transformers": "4.31"}),  # whose Trainer does not use it yet
     "llamafactory": ("0.9", {"transformers": "4.41.2"}),
 }
-_NEEDS["transformers"][1]["accelerate"] = "1.1"
 # A module of each library: a project that has it reads its files with a copy of its own.
 _OWN_COPIES = {
     "transformers": "transformers/training_args.py",
@@ -101,20 +103,16 @@ def _around(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=256)
 def _requirements(folder: Path) -> str:
-    is_project = any((folder / mark).exists() for mark in _MARKS)  # whose parts may have requirements of their own
-    files, others = (
-        _texts(
-            [
-                file
-                for pattern in patterns
-                for each in (pattern, f"*/{pattern}")[: 1 + is_project]
-                for file in sorted(folder.glob(each))
-            ],
-            max_bytes=MAX_REQUIREMENTS_BYTES,
-        )
-        for patterns in (_REQUIREMENTS, _INSTRUCTIONS)
-    )
-    return "\n".join((files, *re.findall(r"^.*(?:\binstall|==).*$", others, re.MULTILINE)))
+    instructions = _texts(_project_files(folder, _INSTRUCTIONS), max_bytes=MAX_REQUIREMENTS_BYTES)
+    installing = re.findall(r"^.*(?:\binstall|==).*$", instructions, re.MULTILINE)
+    return "\n".join((_texts(_project_files(folder, _REQUIREMENTS), max_bytes=MAX_REQUIREMENTS_BYTES), *installing))
+
+
+def _project_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the files of a folder by pattern, and those of a project's parts, which may have their own."""
+    is_project = any((folder / mark).exists() for mark in _MARKS)
+    depths = ("", "*/") if is_project else ("",)
+    return [file for pattern in patterns for depth in depths for file in sorted(folder.glob(depth + pattern))]
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,8 +8,6 @@ from typing import Any
 
 from toolkit.presets.spec import PresetSpec
 
-ADAM_STATES = 2  # momentum and variance
-
 
 def zero_block(preset: PresetSpec) -> dict[str, Any]:
     """Return the `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""

@@ -181,12 +181,12 @@ def level_for_trainer(doc: Document) -> str | None:
 
 def is_without_trainer(doc: Document) -> bool:
     """Return True for a JSON or a YAML of a project with a loop of its own, which no Trainer is known to use."""
-    return trainer_of(doc) is None and has_own_loop(Path(doc.path).absolute().parent)
+    return trainer_of(doc) is None and has_own_loop(doc.folder)
 
 
 def names_word(doc: Document, word: str) -> bool:
     """Return True where a string of the project's own code is that word: it may write such a key itself."""
-    source = project_source(Path(doc.path).absolute().parent)
+    source = project_source(doc.folder)
     return f'"{word}"' in source or f"'{word}'" in source
 
 

@@ -44,8 +44,9 @@ def lost_line(doc: Document) -> Iterator[Match]:
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
         if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
-            is_first, lost = start != lost, end
-            if not is_first:
+            follows = start == lost
+            lost = end
+            if follows:
                 continue
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
@@ -232,14 +233,15 @@ def behind_the_script(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches if doc.script.text else ():
         options = launcher_tables()["launcher_options"].get(call.tool, ())
         names = [name for name in call.arguments if name in options and name.replace("_", "-") not in call.options]
-        shared, source = (
-            launcher_tables()["shared_options"].get(call.tool, ()),
-            "\n".join(source_of(call.script or "", doc.path)),
-        )
-        for name in [*names, *(name for name in call.arguments if names and name in shared)]:
-            message, level = f"{call.script} gets --{name}, {call.tool} does not", NOTE if name in source else None
-            fix, line = f"write it in front of {call.script}", call.arguments[name][1]
-            yield Match(f"--{name}", message, fix, line=line, level=level)  # the script has one of that name too
+        if not names:
+            continue
+        shared = launcher_tables()["shared_options"].get(call.tool, ())
+        source = "\n".join(source_of(call.script or "", doc.path))
+        for name in [*names, *(name for name in call.arguments if name in shared)]:
+            message = f"{call.script} gets --{name}, {call.tool} does not"
+            fix = f"write it in front of {call.script}"
+            level = NOTE if name in source else None  # the script has one of that name too
+            yield Match(f"--{name}", message, fix, line=call.arguments[name][1], level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="--include localhost:2,3")

@@ -10,6 +10,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.engines.live_engine import live_engine
+from toolkit.engines.planned import ADAM_STATES
 from toolkit.engines.tensors import (
     compute_dtype,
     constant_bytes,
@@ -22,7 +23,7 @@ from toolkit.engines.tensors import (
 )
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.parts import ExpectedRun
-from toolkit.presets.shard_bytes import ADAM_STATES, shard_byte_limits
+from toolkit.presets.shard_bytes import shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.reading import RankReading, Values
 
