@@ -989,3 +989,58 @@ def test_auto_that_the_projects_code_may_fill_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text('config["zero_optimization"]["sub_group_size"] = args.size\n')
     filled = [f.level for f in lint_paths([tmp_path / "train.yaml"]).findings if f.rule == "auto-is-kept"]
     assert (levels, filled) == (["error"], ["note"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        ("use_fast: true", "`tokenizer_use_fast` if you mean that, or remove it"),
+        (
+            "quantization_config: {}",
+            "`model_quantization_config` if you mean that, or remove it",
+        ),  # refused with 4 bits
+        ("preprocess: true", "remove it"),  # `is_preprocess` is what axolotl's command notes for itself
+        ("lora_target_module: [q_proj]", "`lora_target_modules`"),
+    ],
+)
+def test_a_name_with_a_word_more_is_offered_and_not_told(setting: str, fix: str, tmp_path: Path) -> None:
+    recipe = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\nnum_epochs: 1\nadapter: lora\n"
+    (found,) = lint(tmp_path, a__yaml=f"{recipe}{setting}\n")
+    assert found.fix == fix
+
+
+def test_a_variable_that_the_script_itself_reads_by_name_is_no_mistake(tmp_path: Path) -> None:
+    reader = "FSDP_STR=full python3 - <<'EOF'\nimport os\nprint(os.environ['FSDP_STR'])\nEOF\n"
+    script = "export FSDP_OTHER=1\naccelerate launch train.py\n"
+    findings = lint(tmp_path, a__sh=f"#!/bin/bash\n{reader}{script}")
+    assert "FSDP_STR" not in levels(findings) and levels(findings)["FSDP_OTHER"] == "warning"
+
+
+def test_a_commit_of_a_library_is_a_pin_however_its_name_is_spelt(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("ms_swift @ git+https://example.org/ms-swift.git@aa29050e2b7f\n")
+    assert pinned_below(tmp_path, "ms-swift", "4.6.0") == "ms_swift aa29050e2b7f"
+    assert levels(lint(tmp_path, a__sh=f"{SWIFT} --train_type lora\n"))["train_type"] == "note"
+
+
+def test_a_removed_argument_that_the_code_reads_from_its_arguments_is_not_removed_alone(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    train = "from transformers import HfArgumentParser, TrainingArguments\n"
+    train += "(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
+    (tmp_path / "train.py").write_text(f"{train}steps = args.warmup_ratio * 100\n")
+    script = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.0\n"
+    (found,) = [each for each in lint(tmp_path, a__sh=script) if each.key == "warmup_ratio"]
+    assert found.level == "error" and "the same in your code" in found.fix
+    assert fixed_text(tmp_path / "a.sh") == script
+
+
+def test_a_removed_argument_that_a_script_works_out_itself_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("steps = int(cfg['warmup_ratio'] * 10)\nTrainingArguments(warmup_steps=steps)\n")
+    text = "output_dir: out\nper_device_train_batch_size: 1\nsave_strategy: steps\nwarmup_ratio: 0.1\n"
+    assert levels(lint(tmp_path, a__yaml=text))["warmup_ratio"] == "note"
+
+
+def test_a_precision_in_accelerates_block_is_what_mixed_precision_says(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n  bf16: {enabled: true}\n"
+    (found,) = lint(tmp_path, a__yaml=text)
+    assert found.fix == "remove it: `mixed_precision: bf16` decides"

@@ -115,6 +115,11 @@ class ProgramSchema:
         close = nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
         return close if close and is_alike(name, close) else None
 
+    def similar(self, key: str) -> str | None:
+        """Return the setting whose name is that of an unknown one and more words; None where there are several."""
+        found = [each for each in self.fields if each.startswith(f"{key}_") or each.endswith(f"_{key}")]
+        return found[0] if len(found) == 1 else None
+
     def commands_of(self, values: Mapping[str, Any]) -> list[str]:
         """Return the commands that have the most of a file's settings."""
         counts = {command: len(set(values).intersection(names)) for command, names in self.commands.items()}

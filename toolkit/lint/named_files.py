@@ -128,7 +128,8 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
         needs |= others
     for place in _around(folder):
         for name, least in needs.items():
-            limit, pattern = (*version_numbers(least), 0, 0)[:3], rf"(?<![\w./-])({name}){_SPECIFIER}"
+            limit, spelt = (*version_numbers(least), 0, 0)[:3], re.sub(r"-(?!\w*])", "[-_.]", name)
+            pattern = rf"(?<![\w./-])({spelt}){_SPECIFIER}"
             for found in re.finditer(pattern, _requirements(place), re.IGNORECASE):
                 is_commit = re.fullmatch("[0-9a-f]{7,40}", found[2])
                 for sign, number in [("==", "0")] if is_commit else _BOUND.findall(found[2].replace(" ", "")):

@@ -76,8 +76,10 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     homes = [] if block else [each for each, keys in blocks.items() if name in keys]
     if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
         fix, fits = f"move it into `{homes[0]}`", False
+    elif block == "deepspeed_config" and name in ("bf16", "fp16"):
+        fix, fits = f"remove it: `mixed_precision: {name}` decides", False
     elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
-        fix = "a JSON, that `deepspeed_config_file` names"
+        fix = "a JSON in place of this block's other settings, that `deepspeed_config_file` names"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
@@ -290,16 +292,22 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         source = doc.reader_source if doc.call is None else ""
         has_parser = re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
         drops = (bool(DROPS_UNKNOWN.search(source)) and not has_parser) or bool(DROPS_EXTRA.search(source))
-        may_drop = is_declared or drops or doc.is_read_in_parts
+        is_passed = re.search(rf"\b{name}\s*=(?!=)", source)
+        is_read_here = doc.call is None and not (has_parser or is_passed) and doc.is_read(name)
+        may_drop = is_declared or drops or doc.is_read_in_parts or is_read_here
+        of_arguments = doc.is_read_from_arguments(name)
         may_be_its = may_drop or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
-        fix += "; in the script too, where it passes the argument itself" if may_be_its else ""
+        if of_arguments:
+            fix = f"an older transformers, or {fix}, and the same in your code, which reads it"
+        elif may_be_its:
+            fix += "; in the script too, where it passes the argument itself"
         yield Match(
             name,
             f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
             fix,
-            rename=None if renamed is None or doc.has(renamed) or may_be_its else renamed,
-            remove=(instead is None or is_off) and not may_be_its,
+            rename=None if renamed is None or doc.has(renamed) or may_be_its or of_arguments else renamed,
+            remove=(instead is None or is_off) and not may_be_its and not of_arguments,
             level=NOTE if may_drop else WARNING if may_be_its and doc.program else None,
         )
 

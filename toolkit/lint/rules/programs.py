@@ -44,7 +44,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             continue  # a script, or the project's own copy of the program
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
             continue  # the first is another rule's
-        fix = "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
+        fix = _fix_of(schema, key, instead)
         message, level = f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}", None
         is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
@@ -53,7 +53,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
-            fix = f"`{instead}`" if instead else "the version that has it, or remove it"
+            fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
@@ -64,6 +64,17 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         yield Match(key, message, fix, rename=name if is_free else None, level=level)
+
+
+def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
+    """Return the present name. One with a word more may be another setting: `use_fast`, `tokenizer_use_fast`."""
+    if key in schema.renamed:
+        return "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
+    close = instead or schema.similar(key)
+    if close is None or close.startswith("is_"):  # what a program notes for itself
+        return "remove it"
+    is_longer = close.count("_") > key.count("_") and close.replace("_", "") != key.replace("_", "")
+    return f"`{close}` if you mean that, or remove it" if is_longer else f"`{close}`"
 
 
 def _older(doc: Document, schema: ProgramSchema) -> str | None:

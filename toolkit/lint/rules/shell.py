@@ -10,7 +10,7 @@ from toolkit.files.documents import read_text
 from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import PROGRAMS, launcher_tables
-from toolkit.lint.named_files import find_named, source_of
+from toolkit.lint.named_files import find_named, project_source, source_of
 from toolkit.lint.rules.settings import as_enum, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
@@ -109,9 +109,9 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
     by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
     for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
-        used = doc.script.mentions(rf"\$\{{?{found[1]}\b") or found[3].endswith(
-            ("CONFIG", "CONFIG_FILE", "ARGS", "DIR")
-        )
+        # The script itself, a program in a here-document, or the project's own code may read it.
+        used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
+        used = used or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it"
