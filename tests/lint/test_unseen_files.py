@@ -1013,7 +1013,8 @@ def test_a_variable_that_the_script_itself_reads_by_name_is_no_mistake(tmp_path:
     reader = "FSDP_STR=full python3 - <<'EOF'\nimport os\nprint(os.environ['FSDP_STR'])\nEOF\n"
     script = "export FSDP_OTHER=1\naccelerate launch train.py\n"
     findings = lint(tmp_path, a__sh=f"#!/bin/bash\n{reader}{script}")
-    assert "FSDP_STR" not in levels(findings) and levels(findings)["FSDP_OTHER"] == "warning"
+    assert "FSDP_STR" not in levels(findings)
+    assert levels(findings)["FSDP_OTHER"] == "warning"
 
 
 def test_a_commit_of_a_library_is_a_pin_however_its_name_is_spelt(tmp_path: Path) -> None:
@@ -1029,7 +1030,8 @@ def test_a_removed_argument_that_the_code_reads_from_its_arguments_is_not_remove
     (tmp_path / "train.py").write_text(f"{train}steps = args.warmup_ratio * 100\n")
     script = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.0\n"
     (found,) = [each for each in lint(tmp_path, a__sh=script) if each.key == "warmup_ratio"]
-    assert found.level == "error" and "the same in your code" in found.fix
+    assert found.level == "error"
+    assert "the same in your code" in found.fix
     assert fixed_text(tmp_path / "a.sh") == script
 
 
@@ -1041,6 +1043,7 @@ def test_a_removed_argument_that_a_script_works_out_itself_is_a_note(tmp_path: P
 
 
 def test_a_precision_in_accelerates_block_is_what_mixed_precision_says(tmp_path: Path) -> None:
-    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n  bf16: {enabled: true}\n"
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+    text += "deepspeed_config:\n  zero_stage: 2\n  bf16: {enabled: true}\n"
     (found,) = lint(tmp_path, a__yaml=text)
     assert found.fix == "remove it: `mixed_precision: bf16` decides"
