@@ -9,8 +9,7 @@ import typer
 
 from toolkit.cli.options import expand_options
 from toolkit.cluster.options import JobOptions
-from toolkit.cluster.slurm import SlurmOptions
-from toolkit.cluster.without_slurm import KubernetesOptions, SkyPilotOptions, SshOptions
+from toolkit.cluster.platform_options import KubernetesOptions, SkyPilotOptions, SlurmOptions, SshOptions
 from toolkit.entry_point import print_message
 
 if TYPE_CHECKING:

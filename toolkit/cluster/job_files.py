@@ -19,6 +19,7 @@ import yaml
 from toolkit.cluster.cluster_job import ClusterJob, preset_word
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.cluster.options import JobOptions
+from toolkit.cluster.platform_options import RENDEZVOUS_PORT
 from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError, visible
 from toolkit.files import write_text
@@ -26,7 +27,6 @@ from toolkit.files.secrets import hide_words
 from toolkit.launch.command import NVME_PATH_VARIABLE, torchrun_words
 from toolkit.presets.spec import PresetSpec
 
-RENDEZVOUS_PORT = 29500
 SUBMIT_SECONDS = 600.0
 PREFLIGHT_SECONDS = 600  # nodes of one job start minutes apart where images are pulled
 

@@ -11,11 +11,8 @@ limit SLURM signals the batch shell, which requeues the job; the ledger has ever
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from typer import Option
+from typing import Any
 
 from toolkit.cluster.cluster_job import (
     ClusterJob,
@@ -26,11 +23,11 @@ from toolkit.cluster.cluster_job import (
     preset_word,
 )
 from toolkit.cluster.job_files import Place, doctor_command, group_arguments, node_script, python_of, render
-from toolkit.cluster.options import JobOptions, Words, check_printable, limit_seconds
+from toolkit.cluster.options import JobOptions, limit_seconds
+from toolkit.cluster.platform_options import CPUS_PER_RANK, SlurmOptions
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.job.argument_reading import without_flags
-from toolkit.job.argument_values import Range, check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import refuse_arguments_of_comparison
 from toolkit.launch.command import NVME_PATH_VARIABLE
@@ -38,7 +35,6 @@ from toolkit.launch.preflight import check_required
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 
-CPUS_PER_RANK = 4  # the rank, its data loader, and two threads of NCCL; SLURM's own default is one for the whole node
 # SLURM kills a job at its limit: with less than this left after the signal's time it would never train.
 MIN_TRAINING_SECONDS = 60
 PLACE = Place(head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE", checked=True)
@@ -46,46 +42,6 @@ PLACE = Place(head="$HEAD_NODE", port="$HEAD_PORT", peer="$PEER_NODE", checked=T
 COMPARISON_FILE, LEDGER_FILE = "comparison.json", "ledger.jsonl"
 # The batch shell of a comparison only has to requeue the job; SLURM may send the signal up to a minute early.
 SIGNAL_SECONDS = 60
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOptions:
-    """What only SLURM needs. Raises ToolkitError for values that make no job."""
-
-    time_limit: Annotated[str | None, Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: the partition's")] = None
-    partition: Annotated[str | None, Option(help="partition to run in")] = None
-    account: Annotated[str | None, Option(help="account to charge")] = None
-    qos: Annotated[str | None, Option(help="quality of service")] = None
-    cpus_per_task: Annotated[int | None, Option(help=f"CPU cores per node; default {CPUS_PER_RANK} per rank")] = None
-    sbatch_option: Annotated[Words, Option(help='another option of sbatch, for example "mem=0"; repeatable')] = ()
-    module: Annotated[Words, Option(help="environment module to load; repeatable")] = ()
-    container_runtime: Annotated[
-        Literal["pyxis", "apptainer"], Option(help="what runs --container: pyxis (enroot) or apptainer")
-    ] = "pyxis"
-    container_mounts: Annotated[
-        str | None, Option(help="SOURCE:TARGET,... for the container; the working directory is always mounted")
-    ] = None
-    requeue: Annotated[bool, Option("--requeue/--no-requeue", help="put an interrupted run back into the queue")] = True
-    repeats: Annotated[
-        int | None, Option(help="with several --preset: trials of each row; default: as `toolkit compare`")
-    ] = None
-    submit: Annotated[bool, Option("--submit", help="submit the file with sbatch")] = False
-
-    def __post_init__(self) -> None:
-        check_range("--cpus-per-task", self.cpus_per_task, Range(lowest=1, highest=4096))
-        check_range("--repeats", self.repeats, Range(lowest=1, highest=1000))
-        if self.time_limit is not None:
-            limit_seconds(self.time_limit)
-        words = {"--partition": self.partition, "--account": self.account, "--qos": self.qos}
-        words |= {"--container-mounts": self.container_mounts}
-        check_printable({name: word or "" for name, word in words.items()})
-        check_printable({"--module": self.module, "--sbatch-option": self.sbatch_option})
-
-    @property
-    def mounts(self) -> str:
-        """What a container sees, for the shell."""
-        more = "" if self.container_mounts is None else f",{shlex.quote(self.container_mounts)}"
-        return f'"$PWD:$PWD"{more}'
 
 
 def job_file(job: ClusterJob, slurm: SlurmOptions) -> str:

@@ -12,38 +12,17 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
-
-from typer import Option
 
 from toolkit.cluster.cluster_job import ClusterJob
-from toolkit.cluster.job_files import RENDEZVOUS_PORT, Place, node_script, python_of, render
-from toolkit.cluster.options import Words, check_pattern, check_printable, limit_seconds
+from toolkit.cluster.job_files import Place, node_script, python_of, render
+from toolkit.cluster.options import limit_seconds
+from toolkit.cluster.platform_options import KubernetesOptions, NodeMount, SkyPilotOptions, SshOptions
 from toolkit.errors import ToolkitError
-from toolkit.job.argument_values import Range, as_list, check_range
+from toolkit.job.argument_values import as_list
 
-_RESOURCE = "[a-z0-9]([-a-z0-9./]*[a-z0-9])?=[0-9]+[A-Za-z]*"
-_DNS_NAME = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_HOST = "[A-Za-z0-9]([-A-Za-z0-9._:@]{0,252}[A-Za-z0-9])?"
 # What Kubernetes replaces in a command: a variable in $(NAME), and two dollar signs by one.
 _EXPANDED = re.compile(r"\$(?=\([A-Za-z_][-\w.]*\))|\$\$+")
-
-
-class NodeMount(NamedTuple):
-    """A source, as the engine names it, and the folder where the nodes see it."""
-
-    source: str
-    path: Path
-
-
-def read_mounts(mounts: Sequence[str], *, expected: str) -> list[NodeMount]:
-    """Read SOURCE=/PATH options. Raises ToolkitError for anything else."""
-    for text in mounts:
-        if not re.fullmatch("(?s).+=/[^=]+", text) or not text.isprintable():
-            raise ToolkitError(f"--mount is {text[:80]!r}, expected SOURCE=/PATH", hint=f"`--mount {expected}`")
-    return [NodeMount(source, Path(path)) for source, _, path in (text.rpartition("=") for text in mounts)]
 
 
 def check_mounted(job: ClusterJob, mounts: Sequence[NodeMount], *, example: str, workdir: str | None = None) -> None:
@@ -71,41 +50,6 @@ def check_mounted(job: ClusterJob, mounts: Sequence[NodeMount], *, example: str,
 
 
 # -- Kubernetes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KubernetesOptions:
-    """What only Kubernetes needs. Raises ToolkitError for values that make no object."""
-
-    kind: Annotated[
-        Literal["jobset", "trainjob"], Option(help="jobset, or trainjob: Kubeflow Trainer v2 with a runtime")
-    ] = "jobset"
-    mount: Annotated[
-        Words, Option(help="CLAIM=/PATH: a PersistentVolumeClaim (ReadWriteMany) in every pod; repeatable")
-    ] = ()
-    namespace: Annotated[str | None, Option(help="namespace; default: that of kubectl's context")] = None
-    resource: Annotated[Words, Option(help='limit of a pod beside its GPUs, for example "rdma/ib=8"; repeatable')] = ()
-    shm_gib: Annotated[int, Option(help="size of /dev/shm")] = 16
-    time_limit: Annotated[str | None, Option(help="MINUTES, HH:MM:SS or D-HH:MM:SS; default: none")] = None
-    job_restarts: Annotated[int, Option(help="restarts of all pods after one was evicted, lost or failed")] = 3
-    submit: Annotated[bool, Option("--submit", help="submit the objects with `kubectl apply`")] = False
-
-    def __post_init__(self) -> None:
-        check_range("--job-restarts", self.job_restarts, Range(lowest=0, highest=1000))
-        check_range("--shm-gib", self.shm_gib, Range(lowest=1, highest=4096))
-        if self.time_limit is not None:
-            limit_seconds(self.time_limit)
-        for text in self.resource:
-            check_pattern("--resource", text, _RESOURCE, "NAME=AMOUNT", hint='`--resource "memory=64Gi"`')
-        if self.namespace is not None:
-            check_pattern("--namespace", self.namespace, _DNS_NAME, "lower-case letters, digits and dashes")
-        for mount in self.mounts:
-            if not re.fullmatch(_DNS_NAME, mount.source):
-                raise ToolkitError(f"--mount {mount.source[:80]!r} is no name of a claim", hint="`kubectl get pvc`")
-
-    @property
-    def mounts(self) -> list[NodeMount]:
-        return read_mounts(self.mount, expected="my-claim=/runs")
 
 
 def manifest(job: ClusterJob, kubernetes: KubernetesOptions) -> str:
@@ -148,32 +92,6 @@ def literal(text: str) -> str:
 # -- SkyPilot
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkyPilotOptions:
-    """What only SkyPilot needs. Raises ToolkitError for values that make no task."""
-
-    gpu: Annotated[str | None, Option(help="SkyPilot's name of the GPU, for example H100 (`sky gpus list`)")] = None
-    mount: Annotated[
-        Words, Option(help="SOURCE=/PATH: a bucket (s3://...) or a local folder, mounted on every node; repeatable")
-    ] = ()
-    infra: Annotated[str | None, Option(help="where to run: aws, gcp/us-central1, kubernetes, ...")] = None
-    spot: Annotated[bool, Option("--spot", help="use spot instances; the job is recovered on others")] = False
-    workdir: Annotated[str | None, Option(help="local folder to copy to every node; training starts in it")] = None
-    install: Annotated[Words, Option(help="shell line that installs on a new node, once; repeatable")] = ()
-    job_restarts: Annotated[
-        int, Option(help="restarts of the job after an error of its own; preemptions are not counted")
-    ] = 0
-    submit: Annotated[bool, Option("--submit", help="submit the task with `sky jobs launch`")] = False
-
-    def __post_init__(self) -> None:
-        check_range("--job-restarts", self.job_restarts, Range(lowest=0, highest=1000))
-        check_printable({"--install": self.install, "--infra": (self.infra or "",)})
-
-    @property
-    def mounts(self) -> list[NodeMount]:
-        return read_mounts(self.mount, expected="s3://bucket=/runs")
-
-
 def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
     """Return the task. Raises ToolkitError for an elastic job, and for a run folder that no mount holds."""
     if job.options.elastic:
@@ -204,21 +122,6 @@ def task_file(job: ClusterJob, sky: SkyPilotOptions) -> str:
 
 
 # -- ssh
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SshOptions:
-    """What only ssh needs. Raises ToolkitError for values that are no hosts."""
-
-    host: Annotated[Words, Option(help="a node, by the name that the others reach it by; the first is the head")] = ()
-    port: Annotated[int, Option(help="free port on the head")] = RENDEZVOUS_PORT
-
-    def __post_init__(self) -> None:
-        check_range("--port", self.port, Range(lowest=1024, highest=65535))
-        for host in self.host:
-            check_pattern("--host", host, _HOST, "a host name or an address", hint="`--host node1`")
-        if len(set(self.host)) < len(self.host):
-            raise ToolkitError(f"--host {', '.join(self.host)} names a node twice", hint="one `--host` for each node")
 
 
 def script_file(job: ClusterJob, ssh: SshOptions) -> str:

@@ -6,7 +6,7 @@ transformers 5.23, torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -349,6 +349,7 @@ def state_bytes(
     optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
 ) -> int:
     """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
+    outer = set(weights.shape.outer)  # hundreds of tensors are looked up in it
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
         first, *others = tensor.shape or (1,)
@@ -356,17 +357,17 @@ def state_bytes(
             shape=(first * share(tensor) // max(tensor.num_elements, 1), *others),
             count=count,
             is_embedding=tensor.is_embedding,
-            is_hidden_matrix=tensor.is_linear_weight and tensor not in weights.shape.outer,
+            is_hidden_matrix=tensor.is_linear_weight and tensor not in outer,
             is_projected=tensor.is_linear_weight
             and not tensor.is_embedding
-            and optimizer.projects(_module(tensor, weights)),
+            and optimizer.projects(_module(tensor, outer)),
         )
 
     held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
     return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
 
 
-def _module(tensor: Tensor, weights: JobWeights) -> str:
+def _module(tensor: Tensor, outer: Set[Tensor]) -> str:
     """The name of a tensor's module: of the first layer, where it is in all of a kind."""
     name = tensor.name.removesuffix(".weight")
-    return name if tensor in weights.shape.outer else f"model.layers.0.{name}"
+    return name if tensor in outer else f"model.layers.0.{name}"
