@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from support.command_line import run_command
 from typer.testing import CliRunner
 
 from toolkit.cli.options import expand_options
+from toolkit.cli.program import program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +51,14 @@ def test_a_field_without_a_default_is_required_and_one_without_an_annotation_is_
     code, output = run("llama")
     assert (code, "--world-size" in output) == (2, True)
     assert run("llama", "--world-size", "2", "--internal", "3")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "recommend"])
+def test_a_word_that_an_option_does_not_take_is_refused_by_its_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [command, "Qwen/Qwen3-0.6B", *(["--gpu", "h100"] if command == "recommend" else [])]
+    options = [each.opts[0] for each in program().commands[command].params if each.opts[0].startswith("--")]
+    texts = {option: run_command([*base, option, "no-such-word"], capsys)[2] for option in options}
+    assert [option for option, text in texts.items() if "mistake in the toolkit" in text] == []
+    assert "`--lora-r 16`" in run_command([*base, "--method", "lora"], capsys)[2]
