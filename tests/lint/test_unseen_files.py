@@ -12,7 +12,7 @@ from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
 from toolkit.lint.job_script import read_script
-from toolkit.lint.named_files import pinned_below, project_files, project_source
+from toolkit.lint.named_files import forget_projects, pinned_below, project_files, project_source
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -59,9 +59,9 @@ def test_settings_of_another_version_or_a_fork_are_warnings_and_old_names_have_t
     one = lint(tmp_path, a__yaml=f"{FACTORY}evaluation_strategy: steps\nptx_coef: 0.1\n")
     assert levels(one) == {"evaluation_strategy": "error", "ptx_coef": "warning"}  # a fork may have the second
     assert next(each.fix for each in one if each.key == "evaluation_strategy") == "`eval_strategy`"
-    fork = lint(tmp_path, a__sh=f"{SWIFT} --sglang_tp 1 --rollout_backend x --presence_penalty 0.1 --torch_dtyp x\n")
-    assert {level for key, level in levels(fork).items() if key != "torch_dtyp"} == {"warning"}
-    assert levels(fork)["torch_dtyp"] == "error"  # a misspelling
+    fork = lint(tmp_path, a__sh=f"{SWIFT} --sglang_tp 1 --rollout_backend x --presence_penalty 0.1 --torch_dtpye x\n")
+    assert {level for key, level in levels(fork).items() if key != "torch_dtpye"} == {"warning"}
+    assert levels(fork)["torch_dtpye"] == "error"  # a misspelling
 
 
 @pytest.mark.parametrize(
@@ -327,8 +327,8 @@ def test_a_block_of_deepspeeds_json_in_the_yaml_is_sent_to_a_json(tmp_path: Path
 
 @pytest.mark.parametrize("launcher", ['"$VENV/bin/llamafactory-cli" train', "bin/llamafactory-cli train"])
 def test_a_program_in_quotes_or_with_its_path_is_started(launcher: str, tmp_path: Path) -> None:
-    findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template x --lora_r 8\n")
-    assert [each.key for each in findings] == ["lora_r"]
+    findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template x --lora_ranks 8\n")
+    assert [each.key for each in findings] == ["lora_ranks"]
 
 
 @pytest.mark.parametrize(
@@ -1047,3 +1047,48 @@ def test_a_precision_in_accelerates_block_is_what_mixed_precision_says(tmp_path:
     text += "deepspeed_config:\n  zero_stage: 2\n  bf16: {enabled: true}\n"
     (found,) = lint(tmp_path, a__yaml=text)
     assert found.fix == "remove it: `mixed_precision: bf16` decides"
+
+
+def test_the_beginning_of_an_option_is_the_option(tmp_path: Path) -> None:
+    command = "llamafactory-cli train --stage sft --model_name_or_path a/b --template x"
+    (tmp_path / "b.yaml").write_text(f"{FACTORY}lora_r: 8\n")
+    assert lint(tmp_path, a__sh=f"{command} --lora_r 8\n") == []  # argparse takes it for --lora_rank
+    assert levels(lint_paths([tmp_path / "b.yaml"]).findings) == {"lora_r": "error"}
+
+
+def test_an_exponent_on_a_command_line_is_no_text_of_yaml(tmp_path: Path) -> None:
+    text = "output_dir: out\nper_device_train_batch_size: 1\nsave_strategy: steps\nlearning_rate: 1e-4\n"
+    (tmp_path / "train.py").write_text("HfArgumentParser(TrainingArguments).parse_yaml_file(name)\n")
+    command = "torchrun train.py c.yaml --learning_rate 2e-4\n"
+    findings = lint(tmp_path, a__sh=command, c__yaml=text)
+    assert [each for each in findings if each.rule == "number-as-text" and each.file.endswith("a.sh")] == []
+
+
+def test_a_setting_that_scripts_which_read_others_never_name_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    train = "TrainingArguments(output_dir=cfg['output_dir'], bf16=cfg['bf16'])\n"
+    (tmp_path / "train.py").write_text(train)
+    text = "output_dir: out\nbf16: true\nsave_strategy: steps\nevaluation_strategy: steps\n"
+    assert levels(lint(tmp_path, a__yaml=text))["evaluation_strategy"] == "note"
+
+
+def test_a_recipe_with_strange_settings_is_axolotls_where_something_names_it(tmp_path: Path) -> None:
+    text = "base_model: a\nnum_epochs: 3\nlearning_rate: 2.0e-5\nlr_scheduler: cosine\nweight_decay: 0.1\n"
+    text += "gradient_accumulation_steps: 4\nsave_steps: 500\nwarmup_ratio: 0.03\nmax_seq_length: 4096\n"
+    text += "training_type: full\ndata: a.jsonl\nbatch_size: 4\neffective_batch_size: 16\nbest_checkpoint: 3000\n"
+    assert set(levels(lint(tmp_path, a__yaml=text)).values()) <= {"note"}
+    (tmp_path / "README.md").write_text("axolotl train a.yaml\n")
+    forget_projects()
+    assert "warning" in levels(lint(tmp_path, a__yaml=text)).values()
+
+
+def test_a_setting_that_accelerates_older_version_does_not_read_has_no_type(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_ignored_modules: [a, b]\n"
+    (tmp_path / "requirements.txt").write_text("accelerate==0.33.0\n")
+    assert levels(lint(tmp_path, a__yaml=text))["fsdp_config.fsdp_ignored_modules"] == "note"
+
+
+def test_a_command_in_an_array_of_several_lines_is_read(tmp_path: Path) -> None:
+    array = "CMD=(\n  swift sft  # with adapters\n  --model a/b\n  --train_type lora\n)\n"
+    (found,) = lint(tmp_path, a__sh=f'{array}"${{CMD[@]}}"\n')
+    assert (found.key, found.line) == ("train_type", 4)

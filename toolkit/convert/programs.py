@@ -117,7 +117,8 @@ class ProgramSchema:
 
     def similar(self, key: str) -> str | None:
         """Return the setting whose name is that of an unknown one and more words; None where there are several."""
-        found = [each for each in self.fields if each.startswith(f"{key}_") or each.endswith(f"_{key}")]
+        longer = f"{key}_" if "_" in key else None  # `data` begins many
+        found = [each for each in self.fields if each.endswith(f"_{key}") or (longer and each.startswith(longer))]
         return found[0] if len(found) == 1 else None
 
     def commands_of(self, values: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schemas, reader_of
+from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schema, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
 from toolkit.files.documents import (
@@ -41,6 +41,7 @@ from toolkit.lint.named_files import (
     find_named,
     has_own_copy,
     imported_source,
+    names_program,
     pinned_below,
     project_source,
     reader_in,
@@ -191,9 +192,17 @@ class Document:
 
     @property
     def is_guessed(self) -> bool:
-        """Return True for a file of accelerate or DeepSpeed that nothing names, with many keys that neither has."""
-        unknown = [key for key in self.data if key not in KNOWN_KEYS.get(self.kind or "", self.data) and key[:1] != "_"]
-        return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / 3)
+        """Return True for a file that nothing names, with many keys that its library does not have."""
+        is_axolotls = self.kind == AXOLOTL and not self.is_of_axolotl
+        known = program_schema("axolotl").known if is_axolotls else KNOWN_KEYS.get(self.kind or "", self.data)
+        unknown = [key for key in self.data if key not in known and key[:1] != "_"]
+        return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / (4 if is_axolotls else 3))
+
+    @property
+    def is_of_axolotl(self) -> bool:
+        """Return True where a file, its path, a command, or its project's code or requirements name axolotl."""
+        is_named = self.command is not None or "axolotl" in self.text or "axolotl" in Path(self.path).name
+        return is_named or names_program(self.folder, "axolotl")
 
     @property
     def has_trl_parser(self) -> bool:

@@ -213,6 +213,10 @@ def _words_behind(
 ) -> list[tuple[str, int, bool]]:
     """Return the words from an offset to the end of its command, or of the string that it is in."""
     command, start = text[slice(*span)], span[0]
+    held = _ASSIGNMENT.match(command)
+    if held and held[4].startswith("("):  # the words of an array may be on several lines
+        inner = re.sub(r"(?<=\s)#[^\n]*", lambda comment: " " * len(comment[0]), command[: held.end()])
+        command = inner.replace("\n", " ") + command[held.end() :]
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
     stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
     inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if stop < len(command) else command
@@ -349,6 +353,7 @@ def _scan(
     strings: list[tuple[int, int]] = []
     files: list[tuple[str, str, int]] = []
     waiting: list[re.Match[str]] = []
+    arrays = [found.span(4) for found in _ASSIGNMENT.finditer(text) if found[4].startswith("(")]
     at = 0
     while found := _TOKEN.search(text, at):
         at = found.end()
@@ -370,5 +375,6 @@ def _scan(
                     files.append((written[1], body, text.count("\n", 0, at) + 1))
                 at = stop
             waiting = []
-            breaks.append(at)
+            if not any(start < at <= stop for start, stop in arrays):
+                breaks.append(at)
     return breaks, protected, strings, files

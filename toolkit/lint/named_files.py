@@ -143,7 +143,7 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    for each in (project_files, project_source, has_own_loop, has_own_copy, _requirements, pinned_below):
+    for each in (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, pinned_below):
         each.cache_clear()
 
 
@@ -173,6 +173,18 @@ def has_own_copy(folder: Path, library: str) -> bool:
     """Return True where a project has a library's own modules, of whatever version."""
     mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
     return library in _OWN_COPIES and any(mark.search(str(each)) for each in project_files(folder))
+
+
+@functools.lru_cache(maxsize=256)
+def names_program(folder: Path, program: str) -> bool:
+    """Return True where a file of a project, or one in the folders around it, names a program."""
+    for place in _around(folder):
+        files = _project_files(place, (*JUDGED_BY, *_INSTRUCTIONS, "*.sh", "*.md"))
+        if any(program in text for text in (place.name, _texts(files))):
+            return True
+        if (place / ".git").exists():
+            break
+    return program in project_source(folder)
 
 
 def imported_source(source: str, folder: Path) -> str:

@@ -195,7 +195,8 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     per_node = processes // machines
     if processes % machines:
         total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
-        yield Match("num_processes", f"{processes} starts {total}", f"a multiple of {machines}")
+        fix = f"a multiple of {machines}, or the number of machines"
+        yield Match("num_processes", f"{processes} starts {total}", fix)
     gpus = per_node if ids == "all" or as_bool(doc.get("use_cpu")) else len(ids.strip(" ,").split(","))
     if per_node > gpus:
         yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")

@@ -244,6 +244,7 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
     message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
     fix = "remove it" if in_json == precision or as_bool(precision) is False else "remove it, and set it in the JSON"
+    fix = "remove it, and start with `--mixed_precision fp8`" if precision == "fp8" else fix  # no JSON has it
     yield Match("mixed_precision", message, fix, remove=in_json == precision)
 
 

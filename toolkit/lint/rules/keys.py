@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.convert.programs import is_alike
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules.programs import is_trls_own, schema_of
@@ -50,6 +50,8 @@ PLUGIN_FIELDS = {
     "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "fsdp_cpu_offload": "fsdp_offload_params",
 }
+# The version of accelerate that reads a key first, from then on with a type.
+READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
 FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -79,7 +81,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     elif block == "deepspeed_config" and name in ("bf16", "fp16"):
         fix, fits = f"remove it: `mixed_precision: {name}` decides", False
     elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
-        fix = "a JSON in place of this block's other settings, that `deepspeed_config_file` names"
+        fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
 
 
@@ -166,7 +168,9 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 of_auto = NOTE if block and kind is not STAGE else WARNING
                 level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
-                yield Match(key, f"{shorten(value)}, expected {kind.expected}", kind.expected, level=level)
+                since = READ_SINCE.get(name)
+                message = f"{shorten(value)}, expected {kind.expected}"
+                yield Match(key, message, kind.expected, level=level, since=since)
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
@@ -294,7 +298,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         drops = (bool(DROPS_UNKNOWN.search(source)) and not has_parser) or bool(DROPS_EXTRA.search(source))
         is_passed = re.search(rf"\b{name}\s*=(?!=)", source)
         is_read_here = doc.call is None and not (has_parser or is_passed) and doc.is_read(name)
-        may_drop = is_declared or drops or doc.is_read_in_parts or is_read_here
+        may_drop = is_declared or drops or doc.is_read_in_parts or is_read_here or _is_passed_over(doc, name)
         of_arguments = doc.is_read_from_arguments(name)
         may_be_its = may_drop or (doc.call is None and not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
@@ -310,6 +314,15 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             remove=(instead is None or is_off) and not may_be_its and not of_arguments,
             level=NOTE if may_drop else WARNING if may_be_its and doc.program else None,
         )
+
+
+def _is_passed_over(doc: Document, name: str) -> bool:
+    """Return True where a project's scripts read other settings of a file one by one, and never name this one."""
+    source = doc.reader_source if doc.call is None else name
+    is_whole = name in source or re.search(
+        r"(?:HfArgument|H4Argument|Trl)Parser\(|(?:Arguments|Config)\(\s*\*\*", source
+    )
+    return not is_whole and sum(map(doc.is_read, doc.data)) > 1
 
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:
@@ -349,7 +362,7 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
             yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
 
 
-@rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, library="pyyaml", fix="one of the two")
+@rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")
 def duplicate_key(doc: Document) -> Iterator[Match]:
     """A key appears twice in one block: the last one silently wins."""
     for duplicate in doc.repeated[:20]:

@@ -40,6 +40,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     is_read_here = is_read_by_project(doc, program)
     for key in unknown:
         instead = schema.replacement(key)
+        if doc.call is not None and _is_beginning(key, schema):
+            continue
         if not (program == "trl" and is_command) and doc.is_declared(key):
             continue  # a script, or the project's own copy of the program
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
@@ -64,6 +66,12 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         yield Match(key, message, fix, rename=name if is_free else None, level=level)
+
+
+def _is_beginning(key: str, schema: ProgramSchema) -> bool:
+    """Return True for the beginning of one option's name, which argparse takes for it. The parser of transformers has
+    every name with dashes too, so a beginning without an underscore is of two."""
+    return "_" in key and sum(each.startswith(key) for each in schema.fields) == 1
 
 
 def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
