@@ -112,7 +112,7 @@ class ProgramSchema:
         block, _, name = key.rpartition(".")
         if key in self.renamed or len(name) > 100:
             return self.renamed.get(key)
-        close = nearest(name, self.blocks.get(block, self.fields), cutoff=SIMILARITY)
+        close = _nearest(name, frozenset(self.blocks.get(block, self.fields)))
         return close if close and is_alike(name, close) else None
 
     def similar(self, key: str) -> str | None:
@@ -134,6 +134,11 @@ class ProgramSchema:
         is_sure = self.model or len(keys.intersection(self.markers)) > 1 or not keys.isdisjoint(self.decisive)
         most = max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) if is_sure else 0
         return len(keys - self.known) <= most or not keys.isdisjoint(self.others)
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest(name: str, known: frozenset[str]) -> str | None:
+    return nearest(name, known, cutoff=SIMILARITY)
 
 
 @functools.cache

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import itertools
 import os
@@ -29,6 +30,7 @@ _TRAINER = re.compile(
 _REQUIREMENTS = ("*requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
 _INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py")  # names of files that decide what a finding is
+_LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, (*JUDGED_BY, *_INSTRUCTIONS, "*.sh", "*.md"))))
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
     "transformers": (
@@ -110,9 +112,25 @@ def _requirements(folder: Path) -> str:
 
 def _project_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files of a folder by pattern, and those of a project's parts, which may have their own."""
-    is_project = any((folder / mark).exists() for mark in _MARKS)
-    depths = ("", "*/") if is_project else ("",)
-    return [file for pattern in patterns for depth in depths for file in sorted(folder.glob(depth + pattern))]
+    places = [[folder]]
+    if any((folder / mark).exists() for mark in _MARKS):
+        places.append(sorted(each for each in folder.iterdir() if each.is_dir()))
+    return [
+        place / name
+        for pattern in patterns
+        for depth in places
+        for place in depth
+        for name in fnmatch.filter(_names(place), pattern)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder that a pattern may fit: pathlib would read all names again for each pattern."""
+    try:
+        return sorted(filter(_LOOKED_FOR.match, os.listdir(folder)))  # noqa: PTH208  (names alone, not paths)
+    except OSError:
+        return []
 
 
 @functools.lru_cache(maxsize=256)
@@ -143,7 +161,8 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    for each in (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, pinned_below):
+    caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, pinned_below)
+    for each in (*caches, _names):
         each.cache_clear()
 
 
