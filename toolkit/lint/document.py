@@ -58,8 +58,6 @@ SCRIPTS = SBATCH, SHELL, SKYPILOT = "sbatch", "shell", "skypilot"
 SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 
-ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
-
 # Fields of a script's dataclass whose defaults in transformers and TRL the rules count on.
 _COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
 _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
@@ -143,6 +141,11 @@ class Document:
     def start(self) -> LauncherCall | None:
         """The launch that these are the arguments of, or that names the file."""
         return self.call or (self.command.call if self.command else None)
+
+    def is_flag(self, key: str) -> bool:
+        """Return True for a setting that stands on a command line, not in a file."""
+        holder = self if self.call else self.command
+        return holder is not None and key in holder.positions
 
     @property
     def is_complete(self) -> bool:
@@ -301,8 +304,8 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     program = reader_of(others, script=call.script or "")
     program = program or reader_in(own, imported, beside, is_trainer=bool(data.keys() & TRAINER_EVIDENCE))
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
-    launch_config = accelerate_file(document, call)
-    if not data or not (is_trainer or launch_config):
+    launch_config = launch_settings(document, call)
+    if not (is_trainer or launch_config):
         return None
     places = {(key := renamed.get(name, name)): _place_on(line, key) for name, (_, line) in call.arguments.items()}
     part = Document(
@@ -319,13 +322,10 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
 
 
 def _with_launcher(part: Document, launch_config: Document | None) -> Document:
-    """Return the settings of a launch with the configuration of accelerate that its command names."""
-    call = part.start
-    if launch_config is None or launch_config.kind != ACCELERATE or call is None:
+    """Return the settings of a launch with what its command says to accelerate."""
+    if launch_config is None or launch_config.kind != ACCELERATE:
         return part
-    engine = next((ENGINE_FLAGS[name] for name in ENGINE_FLAGS if name in call.options), None)
-    chosen = {"distributed_type": engine} if engine else {}  # the flag wins over the file
-    return replace(part, launch_config=replace(launch_config, named_by=part, data={**launch_config.data, **chosen}))
+    return replace(part, launch_config=replace(launch_config, named_by=part))
 
 
 def _named_settings(call: LauncherCall) -> str:
@@ -356,7 +356,7 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
     part = replace(settings, data=data, positions=positions, command=command, program=program)
-    return _with_launcher(part, accelerate_file(document, call))
+    return _with_launcher(part, launch_settings(document, call))
 
 
 def _values_behind(call: LauncherCall) -> dict[str, Any]:
@@ -374,6 +374,22 @@ def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
     """Return accelerate's configuration that a launch in a script names, where it is here."""
     config = find_named(call.options.get("config-file") or "", document.path)
     return with_named_files(_read_file(config)) if config and config.suffix in SUFFIXES else None
+
+
+def launch_settings(document: Document, call: LauncherCall) -> Document | None:
+    """Return what `accelerate launch` is told, by the YAML that it names and by its flags, which win over the file."""
+    file, flags = accelerate_file(document, call), call.as_yaml
+    if not flags or (file is not None and file.kind != ACCELERATE):
+        return file
+    data = {key: value for key, value in file.data.items() if key.replace("_", "-") not in call.options} if file else {}
+    for key, value in flags.items():
+        block, _, name = key.rpartition(".")
+        data |= {block: {**(data.get(block) or {}), name: value}} if block else {name: value}
+    told = Document(path=document.path, text=document.text, kind=ACCELERATE, data=data, call=call)
+    told = replace(told, positions={key: _place_on(call.line, key) for key in flags})
+    if file is not None:
+        told = replace(file, data=data, command=told)
+    return with_named_files(told)
 
 
 @functools.cache

@@ -22,11 +22,14 @@ from typing import Any
 
 import yaml
 
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS
+
 MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
-_DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
+DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 PYTHON = "python"
+ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
 _LAUNCHERS = {
     "torchrun": re.compile(r"\btorchrun\b(?!\.)|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
     "accelerate": re.compile(
@@ -39,7 +42,7 @@ _LAUNCHERS = {
     "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
     "verl": re.compile(r"-m[ \t]+verl\.trainer\.(?=main_ppo\b)"),
     "openrlhf": re.compile(r"-m[ \t]+openrlhf\.cli\.(?=train_\w)"),
-    PYTHON: re.compile(r"(?<![\w.-])python3?(?:\.\d+)?(?=[ \t]+(?:-u[ \t]+)?[^\s-]\S*\.py\b)"),
+    PYTHON: re.compile(r"(?<![\w.-])python3?(?:\.\d+)?(?=[ \t]+(?:-u[ \t]+)?(?:[^\s-]\S*\.py\b|-m[ \t]+\w))"),
 }
 PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift", "verl", "openrlhf")  # launchers that train themselves
 _NOT_STARTED = re.compile(
@@ -95,6 +98,18 @@ class LauncherCall:
     is_complete: bool = True  # False where a variable may stand for more words
     before: str = ""  # the words of its command in front of it: srun's options, for one
 
+    @property
+    def as_yaml(self) -> dict[str, Any]:
+        """The flags of `accelerate launch` under the dotted keys of its YAML; of some, rules about scripts speak."""
+        options = self.options if self.tool == "accelerate" else {}
+        engine = next((ENGINE_FLAGS[name] for name in ENGINE_FLAGS if name in options), None)
+        found: dict[str, Any] = {"distributed_type": engine} if engine else {}
+        for name, value in ((option.replace("-", "_"), value) for option, value in options.items()):
+            block = next((block for block, keys in reversed(ACCELERATE_BLOCKS.items()) if name in keys), None)
+            if block is not None and name not in launcher_tables()["told_by_flags"]:
+                found[f"{block}.{name}".lstrip(".")] = True if value is None else value
+        return found
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
@@ -144,7 +159,7 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
     directives = {}
     for found in _DIRECTIVE.finditer(text):
         name = found[1].lstrip("-")
-        directives[_DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
+        directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
     breaks, protected, strings, files = _scan(text)
     if "export -f" in text:  # run by another shell, on the node
         protected += [found.span() for found in _FUNCTION.finditer(text)]

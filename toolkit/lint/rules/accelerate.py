@@ -18,6 +18,7 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_deepspeed,
     is_preset,
+    is_template,
     listed_dimensions,
     parallel_degree,
     parallel_size_key,
@@ -197,7 +198,8 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
         total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
         fix = f"a multiple of {machines}, or the number of machines"
         yield Match("num_processes", f"{processes} starts {total}", fix)
-    gpus = per_node if ids == "all" or as_bool(doc.get("use_cpu")) else len(ids.strip(" ,").split(","))
+    is_open = ids == "all" or is_template(ids) or as_bool(doc.get("use_cpu"))
+    gpus = per_node if is_open else len(ids.strip(" ,").split(","))
     if per_node > gpus:
         yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
     elif 0 < per_node < gpus:

@@ -48,11 +48,9 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
     "is_state_dict_refused": lambda doc: any(
-        each
-        and (settings.uses_fsdp(each) or settings.fsdp_version(each))
-        and rejects_save_only_model(as_enum(settings.fsdp_setting(each, "state_dict_type")))
-        for each in (doc, doc.launch_config)
+        rejects_save_only_model(as_enum(each)) for each in _settings_of_fsdp(doc, "state_dict_type")
     ),
+    "is_recomputed_by_fsdp": lambda doc: any(map(as_bool, _settings_of_fsdp(doc, "activation_checkpointing"))),
     "is_sharded": lambda doc: (
         settings.uses_fsdp(doc)
         or bool(doc.get("deepspeed"))
@@ -80,6 +78,14 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "optimizer_path": lambda doc: settings.nvme_path(doc, "optimizer"),
     "param_path": lambda doc: settings.nvme_path(doc, "param"),
 }
+
+
+def _settings_of_fsdp(doc: Document, name: str) -> list[Any]:
+    """Return a setting of the arguments and of the launcher's configuration, of those that run FSDP."""
+    both = [
+        each for each in (doc, doc.launch_config) if each and (settings.uses_fsdp(each) or settings.fsdp_version(each))
+    ]
+    return [settings.fsdp_setting(each, name) for each in both]
 
 
 def _product(doc: Document, *names: str) -> int | None:

@@ -228,7 +228,7 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
         return
     for name in OWNED_BY_JSON:
         key = f"deepspeed_config.{name}"
-        if doc.has(key):
+        if doc.has(key) and not doc.is_flag(key):  # it looks at its file alone
             message = f"accelerate refuses {name} together with deepspeed_config_file"
             yield Match(key, message, "remove it", remove=doc.deepspeed_json is not None)
 
@@ -237,7 +237,8 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
 def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, even if the two agree."""
     precision = doc.get("mixed_precision")
-    if precision is None or doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
+    is_named = doc.has("deepspeed_config.deepspeed_config_file") and is_deepspeed(doc)
+    if precision is None or not is_named or doc.is_flag("mixed_precision"):
         return
     json = doc.deepspeed_json
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.convert.programs import is_alike
+from toolkit.convert.programs import FOREIGN, is_alike
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
@@ -36,11 +36,12 @@ MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp
 # arguments of their own in the same file.
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
-# Arguments with a closed set of words; every version has the first three.
+# Arguments with a closed set of words; every version has the first three, and every program those of schedules.
 CLOSED_ARGUMENTS = (
     *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
     "train_sampling_strategy",
 )
+OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
@@ -188,7 +189,7 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
     return kind.expected.startswith("text") and type(value) in (int, float) and block != "fsdp_config"
 
 
-@rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words")
+@rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words", for_every_program=True)
 def unknown_word(doc: Document) -> Iterator[Match]:
     """The key takes other words: the library raises, or (`compute_environment`) takes the file for another kind."""
     is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
@@ -207,10 +208,11 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     if doc.kind != TRAINER:
         return
     fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
-    for name in CLOSED_ARGUMENTS if ours else CLOSED_ARGUMENTS[:3]:
+    for name in CLOSED_ARGUMENTS if ours else OF_EVERY_PROGRAM if doc.program in FOREIGN else CLOSED_ARGUMENTS[:3]:
         if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
             for found in _not_a_word(name, doc.get(name), fields[name].choices, "it raises"):
-                yield replace(found, since="5.0.0")  # which has dropped some of them
+                level = WARNING if doc.program is None else None  # a script may have words of its own
+                yield replace(found, since="5.0.0", level=level)  # which has dropped some of them
     trackers = doc.get("report_to") if ours else None
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import JobScript, LauncherCall
+from toolkit.lint.job_script import DIRECTIVE_NAMES, JobScript, LauncherCall
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
+SRUN_ON_EACH = re.compile(r"\bsrun\b(?!.*\s(?:(?:--(?:nodes|ntasks)[= ]|-[Nn] ?)1\b|-w|--nodelist\b))", re.DOTALL)
 LOCAL = r"localhost|127\.0\.0\.1"
 THIS_NODE = re.compile(rf"{LOCAL}|'\$\(hostname[^)]*\)|0(?:\.0\.0\.0)?|\[?::1?\]?")
 
@@ -129,13 +130,15 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d, which gives each node its rank")
 def node_rank_missing(doc: Document) -> Iterator[Match]:
-    """With the static rendezvous every node has rank 0 unless it is told another one."""
+    """With the static rendezvous every node has rank 0 unless it is told another one, and not all the same by srun."""
     names = {"torchrun": "node-rank", "accelerate": "machine-rank"}
     for call in several(doc, *names):
         static = is_static(call) and call.is_complete and not call.options.keys() & {"config-file", "rdzv-conf"}
-        told = names[call.tool] in call.options or doc.script.mentions(r"\bPET_NODE_RANK=")
+        rank = call.options.get(names[call.tool], "")
+        is_same = (rank or "").isdigit() and SRUN_ON_EACH.search(call.before)
+        told = (rank != "" and not is_same) or doc.script.mentions(r"\bPET_NODE_RANK=")
         if static and master(call) and not told:
-            message = "every node has rank 0"
+            message = f"every node has rank {rank or 0}"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
 
@@ -143,7 +146,7 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="--machine_rank, expanded on each node")
 def rank_of_file(doc: Document) -> Iterator[Match]:
     """Nodes that read the same file take its `machine_rank`: all are rank 0, and wait."""
-    is_unsaid = (doc.script.nodes or 1) > 1 and not doc.script.mentions("machine_rank")
+    is_unsaid = (doc.script.nodes or 1) > 1 and not doc.script.mentions(r"machine_rank(?![= ]+\d)")
     for call in calls(doc, "accelerate") if is_unsaid else ():
         file = accelerate_file(doc, call) if is_static(call) and "srun" in call.before else None
         machines = as_int(call.options.get("num-machines") or file.get("num_machines")) if file else None
@@ -250,6 +253,8 @@ TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
+TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
+SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -290,15 +295,18 @@ def only_first_node(doc: Document) -> Iterator[Match]:
 def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts a rank per GPU itself. With a task per GPU, srun starts it as often."""
     script = doc.script
-    name = next((name for name in ("ntasks-per-node", "ntasks") if name in script.directives), None)
-    if not script.launches or name is None:
+    call = next((call for call in script.launches if "srun" in call.before), None)
+    if call is None:
         return
-    count, line = script.directives[name]
-    if name == "ntasks" and count.isdigit():
-        count = str(int(count) // (script.nodes or int(count)))  # without a number of nodes SLURM chooses one
-    own = script.mentions(r"srun\b.*(?:--n?tasks(?:-per-node)?[= ]|-n ?\d)")
-    if count.isdigit() and int(count) > 1 and not own and any("srun" in call.before for call in script.launches):
-        message = f"srun starts {script.launches[0].tool} {count} times on each node"
+    own = {DIRECTIVE_NAMES.get(name, name): (value, call.line) for name, value in SRUN_OPTION.findall(call.before)}
+    said = own if own.keys() & TASKS else script.directives
+    name = next((name for name in TASKS if name in said), "")
+    count, line = said.get(name, ("", 0))
+    if count.isdigit() and name == "ntasks":  # without a number of nodes SLURM chooses one
+        count = str(int(count) // (as_int(own.get("nodes", ("",))[0]) or script.nodes or int(count) or 1))
+    is_per_gpu = name == "ntasks-per-gpu" and re.search(r"\bgpus?\b\S*[=:]([2-9]|\d\d)\b", script.text)
+    if is_per_gpu or (count.isdigit() and int(count) > 1):
+        message = f"srun starts {call.tool} {'once per GPU' if is_per_gpu else f'{count} times on each node'}"
         yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
 
 

@@ -7,20 +7,22 @@ from collections.abc import Iterator
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
-from toolkit.lint.document import ENGINE_FLAGS, SCRIPTS, SUFFIXES, Document, accelerate_file
+from toolkit.lint.document import SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import PROGRAMS, launcher_tables
+from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, launcher_tables
 from toolkit.lint.named_files import find_named, project_source, source_of
 from toolkit.lint.rules.settings import as_enum, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
-LOST = re.compile(r"\s*(--[A-Za-z][\w-]*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
+LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)"
+# On a line of their own, or in front of `;`.
 ASSIGNED = re.compile(
-    r"^[ \t]*((?:[A-Z_][A-Z0-9_]*=(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)(?:[ \t;]|\\\n)*)+)(?:#.*)?$", re.M
+    rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
@@ -249,11 +251,13 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
     """With `--num_gpus`, `--include` or `--exclude`, `deepspeed` drops `CUDA_VISIBLE_DEVICES` and takes the node's
     first GPUs.
     """
-    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*)"
+    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
     exported = next(((found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}")), None)
     for call in doc.script.launches:
         in_front = re.search(assigned, call.before)  # and not in front of another command
         gpus, line = (in_front[1], call.line) if in_front else exported or ("", 0)
+        if gpus.startswith("$"):
+            gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
         first, included = ",".join(map(str, range(gpus.count(",") + 1))), call.options.get("include")
         in_force = gpus in ("", first) or included == f"localhost:{gpus}"
@@ -303,8 +307,8 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
         if call.tool != "deepspeed" or not is_file or "no-local-rank" in call.options:
             continue
         source = source_of(call.script or "", doc.path)[0]
-        reads = r"\bargv\b|\brun_exp\b"
-        looks_there = re.search(reads if source else rf"{reads}|\bsrc/train\.py", source or call.script or "")
+        reads = r"\bargv\b|\brun_exp\b" + ("" if source else r"|\bsrc/train\.py|\brun_\w+\.py$")
+        looks_there = re.search(reads, source or call.script or "")
         if looks_there or not source:
             message = f"--local_rank=N stands in front of {call.words[0]}"
             fix, level = "`torchrun`, or `deepspeed --no_local_rank`", None if looks_there else NOTE

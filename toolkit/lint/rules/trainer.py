@@ -59,7 +59,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
                 yield Match(f"{name}_steps", f"{count} is refused: above 1 it is a whole number", "a whole number")
             if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
                 yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
-    is_known = doc.is_complete and not any(map(is_template, strategies.values())) and doc.program != "ms-swift"
+    is_known = doc.is_complete and not any(map(is_template, strategies.values()))
+    is_known &= doc.program != "ms-swift" or doc.has("eval_strategy")  # it evaluates as often as it saves
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
@@ -197,20 +198,24 @@ def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
                 yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
 
 
-@rule(WARNING, TRAINER, name="4bit-not-sharded", library="accelerate", fix="bnb_4bit_quant_storage: bfloat16")
+@rule(
+    WARNING,
+    TRAINER,
+    name="4bit-not-sharded",
+    library="accelerate",
+    fix="bnb_4bit_quant_storage: bfloat16",
+    for_every_program=True,
+)
 def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     """bitsandbytes stores 4-bit weights as uint8, and accelerate leaves those out of FSDP2's sharding: every GPU holds
     the whole model.
     """
-    storage = as_enum(doc.get("bnb_4bit_quant_storage"))
-    if (
-        (uses_fsdp(doc) or launched_with_fsdp(doc))
-        and doc.is_complete
-        and as_bool(doc.get("load_in_4bit"))
-        and "FLOAT" not in storage
-    ):
-        fix = "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation"
-        yield Match("load_in_4bit", "4-bit weights stored as uint8 are not sharded: every GPU holds all of them", fix)
+    is_swifts = doc.program == "ms-swift" and as_int(doc.get("quant_bits")) == 4 and doc.get("quant_method") == "bnb"
+    is_whole = doc.is_complete and "FLOAT" not in as_enum(doc.get("bnb_4bit_quant_storage"))
+    for key, is_4bit in {"load_in_4bit": as_bool(doc.get("load_in_4bit")), "quant_bits": is_swifts}.items():
+        if is_4bit and is_whole and (uses_fsdp(doc) or launched_with_fsdp(doc)):
+            message = "4-bit weights stored as uint8 are not sharded: every GPU holds all of them"
+            yield Match(key, message, "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation")
 
 
 @rule(NOTE, TRAINER, library="transformers", removed_in="5.0.0", fix="fsdp: true, and the rest in fsdp_config")
