@@ -58,9 +58,9 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
     found = engine_of(doc)
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
         read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY}
-        if read_by_accelerate and found in ENGINES and found != kind:
-            fix = f"`distributed_type: {kind}`, or remove {block}"
-            yield Match(block, f"distributed_type is {found}: {block} has no effect", fix)
+        if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
+            fix = f"`--use_{kind.lower()}`" if doc.call else f"`distributed_type: {kind}`, or remove {block}"
+            yield Match(block, f"distributed_type is {found or 'not said'}: {block} has no effect", fix)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
@@ -187,9 +187,7 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     """accelerate starts `num_processes // num_machines` on each node and drops the rest. NCCL refuses more processes on
     a node than `gpu_ids` has entries.
     """
-    options = doc.named_by.start.options if doc.named_by and doc.named_by.start else {}  # which win over the file
-    processes = as_int(options.get("num-processes") or doc.get("num_processes"))
-    machines = as_int(options.get("num-machines") or doc.get("num_machines")) or 1
+    processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
     if not processes or processes < 1 or machines < 1:
         return
     ids = str(doc.get("gpu_ids") or "all")

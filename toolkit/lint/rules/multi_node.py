@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file
+from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.job_script import DIRECTIVE_NAMES, JobScript, LauncherCall
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
@@ -130,15 +130,19 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d, which gives each node its rank")
 def node_rank_missing(doc: Document) -> Iterator[Match]:
-    """With the static rendezvous every node has rank 0 unless it is told another one, and not all the same by srun."""
+    """With the static rendezvous every node has rank 0 unless it is told another one, below the number of nodes, and
+    not all the same by srun.
+    """
     names = {"torchrun": "node-rank", "accelerate": "machine-rank"}
-    for call in several(doc, *names):
+    for call in calls(doc, *names):
         static = is_static(call) and call.is_complete and not call.options.keys() & {"config-file", "rdzv-conf"}
         rank = call.options.get(names[call.tool], "")
         is_same = (rank or "").isdigit() and SRUN_ON_EACH.search(call.before)
         told = (rank != "" and not is_same) or doc.script.mentions(r"\bPET_NODE_RANK=")
-        if static and master(call) and not told:
-            message = f"every node has rank {rank or 0}"
+        nodes = as_int(call.options.get(NODE_COUNT[call.tool]))
+        is_too_high = nodes is not None and (as_int(rank) or 0) >= nodes > (call.tool == "accelerate")
+        if static and master(call) and (is_too_high or (not told and call in several(doc))):
+            message = f"ranks are below {nodes}" if is_too_high else f"every node has rank {rank or 0}"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
 
@@ -197,15 +201,10 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     launchers refuse the `--num_gpus` that accelerate passes.
     """
     for call in several(doc, "accelerate"):
-        flags = {"use-deepspeed", "deepspeed-config-file", "zero-stage", "deepspeed-hostfile"}
-        is_asked_for = bool(call.options.keys() & flags)
-        file = accelerate_file(doc, call)
-        if file is not None and is_deepspeed(file) and not call.options.keys() & {"use-fsdp", "multi-gpu"}:
-            of_file = file.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh")
-            is_asked_for |= of_file == "pdsh" and not file.has("deepspeed_config.deepspeed_hostfile")
-        how = (call.options.get("deepspeed-multinode-launcher") or "pdsh").lower()
-        if is_asked_for and how != "standard":
-            level = NOTE if call.options.get("deepspeed-hostfile") else None  # which is chosen, and works
+        told = launch_settings(doc, call)
+        how = str(told.get("deepspeed_config.deepspeed_multinode_launcher", "pdsh") if told else "").lower()
+        if told is not None and is_deepspeed(told) and how != "standard":
+            level = NOTE if told.has("deepspeed_config.deepspeed_hostfile") else None  # which is chosen, and works
             message = f"{how} starts DeepSpeed"
             fix = "torchrun on each node, or `--deepspeed_multinode_launcher standard`"
             if how in ("openmpi", "mvapich", "mpich"):
