@@ -30,6 +30,12 @@ run: |
   HEAD=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")
   torchrun --nnodes 2 --rdzv-id "$SKYPILOT_TASK_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" train.py
 """
+STATIC = "torchrun --nnodes 2 --nproc-per-node 8 --master-addr node1"
+FSDP2 = "accelerate launch --use_fsdp --fsdp_version 2"
+ZERO = "accelerate launch --use_deepspeed"
+RUN_CLM = "run_clm.py --model_name_or_path a/b --output_dir out --do_train"
+SWIFT_BEST = "swift sft --model a --tuner_type lora --load_best_model_at_end true --eval_strategy steps --eval_steps 2"
+SWIFT_4BIT = "swift sft --model a --tuner_type lora --fsdp fsdp2 --quant_method bnb --quant_bits 4"
 JOB, SKY = "job.sbatch", "task.yaml"
 
 
@@ -153,6 +159,47 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "deepspeed --include localhost:0 train.py --num_gpus 1\n", 1, "run.sh"),
     ("launcher-per-gpu", changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=16"),
      changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=2"), 3, JOB),
+    ("launcher-per-gpu", changed(GOOD, "srun ", "srun --ntasks-per-node=8 "),
+     changed(changed(GOOD, "per-node=1", "per-node=8"), "srun ", "srun -N $SLURM_NNODES --ntasks $SLURM_NNODES "), 8, JOB),
+    ("launcher-per-gpu", changed(GOOD, "per-node=1", "per-gpu=1\n#SBATCH --gpus-per-node=8"),
+     changed(GOOD, "per-node=1", "per-gpu=1\n#SBATCH --gpus-per-node=1"), 3, JOB),
+    ("node-rank-missing", f"#SBATCH --nodes=2\nsrun {STATIC} --node-rank 0 train.py\n",
+     f"#SBATCH --nodes=2\nsrun -N 1 -n 1 -w node1 {STATIC} --node-rank 0 train.py\n", 2, JOB),
+    ("node-rank-missing", f"{STATIC} --node-rank 2 train.py\n", f"{STATIC} --node-rank 1 train.py\n", 1, "run.sh"),
+    ("node-rank-missing", "torchrun --nnodes 1 --node-rank 1 --master-addr node1 train.py\n",
+     "torchrun --nnodes 1 --node-rank 1 --rdzv-backend c10d --rdzv-endpoint node1:1 train.py\n", 1, "run.sh"),
+    ("lost-line", f"{VERL}a.b=1\n  trainer.n_gpus_per_node=8\n", f"{VERL}a.b=1 \\\n  trainer.nnodes=1\n", 2, "run.sh"),
+    ("not-exported", "NCCL_DEBUG=INFO; torchrun train.py\n", "NCCL_DEBUG=INFO torchrun train.py; A=1\n", 1, "run.sh"),
+    ("visible-devices-ignored", "GPUS=2,3\nexport CUDA_VISIBLE_DEVICES=$GPUS\ndeepspeed --num_gpus 2 train.py\n",
+     "GPUS=0,1\nexport CUDA_VISIBLE_DEVICES=$GPUS\ndeepspeed --num_gpus 2 train.py\n", 2, "run.sh"),
+    ("file-behind-local-rank", "deepspeed run_clm.py a.json\n", "torchrun run_clm.py a.json\n", 1, "run.sh"),
+    ("fp16-and-bf16", "python -m mine.train --do_train --output_dir a --bf16 True \\\n --fp16 True\n",
+     "python -m mine.train --do_train --output_dir a --bf16 True\n", 2, "run.sh"),
+    ("refused-by-trainer", f"{SWIFT_BEST} --save_steps 5\n", f"{SWIFT_BEST} --save_steps 4\n", 1, "run.sh"),
+    ("4bit-not-sharded", f"{SWIFT_4BIT}\n", f"{SWIFT_4BIT} --bnb_4bit_quant_storage bfloat16\n", 1, "run.sh"),
+    # the flags of accelerate launch, as its YAML
+    ("unknown-word", f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER x.py\n",
+     f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP x.py\n", 1, "run.sh"),
+    ("unknown-word", "accelerate launch --mixed_precision bfloat16 x.py\n",
+     "accelerate launch --mixed_precision $PRECISION x.py\n", 1, "run.sh"),
+    ("uneven-processes", "accelerate launch --num_machines 2 --num_processes 3 --main_process_ip a x.py\n",
+     "accelerate launch --num_machines 2 --num_processes 4 --main_process_ip a x.py\n", 1, "run.sh"),
+    ("uneven-processes", "accelerate launch --gpu_ids 0,1 --num_processes 4 x.py\n",
+     "accelerate launch --gpu_ids $1 --num_processes 4 x.py\n", 1, "run.sh"),
+    ("offload-param-below-stage-3", f"{ZERO} --zero_stage 2 --offload_param_device cpu x.py\n",
+     f"{ZERO} --zero_stage 3 --offload_param_device cpu x.py\n", 1, "run.sh"),
+    ("block-not-in-force", "accelerate launch --zero_stage 2 x.py\n", f"{ZERO} --zero_stage 2 x.py\n", 1, "run.sh"),
+    ("refused-by-accelerate", "accelerate launch --multi_gpu --num_processes 1 x.py\n",
+     "accelerate launch --num_processes 1 x.py\n", 1, "run.sh"),
+    ("checkpointing-twice", f"{FSDP2} --fsdp_activation_checkpointing true {RUN_CLM} --gradient_checkpointing\n",
+     f"{FSDP2} --fsdp_activation_checkpointing true {RUN_CLM}\n", 1, "run.sh"),
+    ("sharded-final-save", f"{FSDP2} --fsdp_state_dict_type SHARDED_STATE_DICT {RUN_CLM}\n",
+     f"{FSDP2} --fsdp_state_dict_type SHARDED_STATE_DICT {RUN_CLM} --save_strategy no\n", 1, "run.sh"),
+    ("yaml-not-auto", f"{ZERO} --gradient_accumulation_steps 2 {RUN_CLM} --gradient_accumulation_steps 4\n",
+     f"{ZERO} --gradient_accumulation_steps 4 {RUN_CLM} --gradient_accumulation_steps 4\n", 1, "run.sh"),
+    # accelerate looks for settings that its file repeats, not for flags
+    ("unknown-word", f"{ZERO} --deepspeed_config_file a.json --zero_stage 2 --mixed_precision bf x.py\n",
+     f"{ZERO} --deepspeed_config_file a.json --zero_stage 2 --mixed_precision bf16 x.py\n", 1, "run.sh"),
     ("file-behind-local-rank", "deepspeed train.py a.yaml\n",
      "deepspeed --no_local_rank train.py a.yaml\n", 1, "run.sh"),
     ("removed-training-argument", "torchrun train.py --bf16 True --save_strategy no \\\n --evaluation_strategy no\n",

@@ -60,7 +60,8 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
         read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY}
         if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
             fix = f"`--use_{kind.lower()}`" if doc.call else f"`distributed_type: {kind}`, or remove {block}"
-            yield Match(block, f"distributed_type is {found or 'not said'}: {block} has no effect", fix)
+            message = f"distributed_type is {found or 'not said'}: {block} has no effect"
+            yield Match(block, message, fix, line=doc.call.line if doc.call else None)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
