@@ -379,7 +379,8 @@ def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
 def launch_settings(document: Document, call: LauncherCall) -> Document | None:
     """Return what `accelerate launch` is told, by the YAML that it names and by its flags, which win over the file."""
     file, flags = accelerate_file(document, call), call.as_yaml
-    if not flags or (file is not None and file.kind != ACCELERATE):
+    is_elsewhere = file.kind != ACCELERATE if file is not None else "config-file" in call.options
+    if not flags or is_elsewhere:
         return file
     data = {key: value for key, value in file.data.items() if key.replace("_", "-") not in call.options} if file else {}
     for key, value in flags.items():

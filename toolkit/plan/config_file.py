@@ -90,6 +90,7 @@ class _Source(NamedTuple):
     method: str
     options: Mapping[str, Any] = {}
     """What a file of ms-swift says in options of `toolkit plan`; its values are then our training arguments."""
+    unused: Collection[str] = ()
 
 
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
@@ -100,12 +101,12 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     none, and for a setting that decides the plan and is not planned.
     """
     source = _read(file, model, options, given)
-    program, values, conversion, method, theirs = source
+    program, values, conversion, method, theirs, _ = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     job = job.with_values(optim=options.optim) if "optim" in given else job
     presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
     numerics = _numerics(source, job, presets)
-    not_used = list(_checked(file, source, job, numerics, given))
+    not_used = [*source.unused, *_checked(file, source, job, numerics, given)]
     planned = PlannedJob.of(job)
     loss, note = _loss(source, job, planned)
     names = {each.name for each in fields(options)}
@@ -270,7 +271,10 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     named = values.get("deepspeed")
     preset = preset_of_deepspeed(named, file).preset if named else "ddp"
     numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
-    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics})
+    if "lora_r" in ours and not ours.get("load_in_4bit") and values.get("torch_dtype") == "float32":
+        numerics["fp32_base"] = True
+    unused = [key for key in values if key not in table and _is_among(key, _tables()[1])]
+    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics}, unused)
 
 
 def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
@@ -383,7 +387,7 @@ def _precision(source: _Source, job: Job) -> tuple[str, str, bool] | None:
     if conversion is None:
         is_wide = job.given_values.get("bf16") is False and not job.value("fp16")
         return ("bf16 false", "the presets compute in bf16", True) if is_wide else None
-    is_on = {key: values.get(key) == "auto" or is_true(values.get(key) or False) for key in PRECISIONS}
+    is_on = {key: values.get(key) in ("auto", "full") or is_true(values.get(key) or False) for key in PRECISIONS}
     # LLaMA-Factory computes in the checkpoint's dtype without a setting, but trained weights are raised to fp32.
     raised = program == "llama-factory" and "model" not in values and job.lora_r is None
     is_default = values.get("bf16") is None and not raised
