@@ -1092,3 +1092,50 @@ def test_a_command_in_an_array_of_several_lines_is_read(tmp_path: Path) -> None:
     array = "CMD=(\n  swift sft  # with adapters\n  --model a/b\n  --train_type lora\n)\n"
     (found,) = lint(tmp_path, a__sh=f'{array}"${{CMD[@]}}"\n')
     assert (found.key, found.line) == ("train_type", 4)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words"),
+    [
+        ("eval_strategy: step", "--eval_strategy step"),
+        ("lr_scheduler_type: cosin", "--lr_scheduler_type cosin"),
+        ("logging_steps: ten", "--logging_steps ten"),
+        ("warmup_steps: -1", "--warmup_steps -1"),
+    ],
+)
+def test_a_fault_has_one_level_in_a_file_and_on_a_command_line(yaml: str, words: str, tmp_path: Path) -> None:
+    factory = "llamafactory-cli train --stage sft --model_name_or_path a/b --finetuning_type lora"
+    files = {
+        "a__yaml": f"{TRL.replace('beta: 0.1', '')}{yaml}\n",
+        "b__yaml": f"{FACTORY}{yaml}\n",
+        "c__sh": f"torchrun run_clm.py --do_train --output_dir out {words}\n",
+        "d__sh": f"{factory} {words}\n",
+        "e__sh": f"{SWIFT} {words}\n",
+    }
+    key = yaml.partition(":")[0]
+    assert {levels(lint(tmp_path, **{name: text})).get(key) for name, text in files.items()} == {"error"}
+    own = lint(tmp_path, f__sh=f"torchrun mine.py --do_train --output_dir out --bf16 {words}\n")
+    assert levels(own)[key] == ("error" if "warmup" in yaml else "warning")  # it may have words of its own
+
+
+def test_flags_are_judged_with_the_file_of_accelerate_that_they_complete(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\n")
+    command = "accelerate launch --config_file acc.yaml --main_process_ip a --machine_rank $1 --num_processes"
+    assert "num_processes" not in levels(lint(tmp_path, a__sh=f"{command} 6 x.py\n"))
+    (found,) = [each for each in lint(tmp_path, a__sh=f"{command} 5 x.py\n") if each.rule == "uneven-processes"]
+    assert (Path(found.file).name, found.line, found.level) == ("a.sh", 1, "error")
+    (tmp_path / "acc.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: d.json}\n"
+    )
+    flags = lint(
+        tmp_path, a__sh="accelerate launch --config_file acc.yaml --mixed_precision bf16 --zero_stage 2 x.py\n"
+    )
+    assert {"precision-owned-by-json", "key-owned-by-json"}.isdisjoint(
+        each.rule for each in flags
+    )  # flags may repeat it
+
+
+def test_a_file_of_accelerate_that_is_not_here_may_say_the_engine(tmp_path: Path) -> None:
+    command = "accelerate launch {} --zero_stage 2 --offload_param_device cpu x.py\n"
+    assert lint(tmp_path, a__sh=command.format("--config_file $ENGINE.yaml")) == []
+    assert levels(lint(tmp_path, a__sh=command.format(""))) == {"deepspeed_config": "warning"}

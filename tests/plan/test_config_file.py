@@ -323,6 +323,37 @@ def test_a_flash_attention_of_the_file_is_planned_without_transformers(
     assert planned(tmp_path, "a.yaml", f"{AXOLOTL}flash_attention: true\n").attn_implementation == "flash_attention_2"
 
 
+def test_bf16_full_of_axolotl_computes_in_bf16(tmp_path: Path) -> None:
+    assert planned(tmp_path, "a.yaml", f"{FULL}bf16: full\n") == planned(tmp_path, "a.yaml", f"{FULL}bf16: true\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (f"{AXOLOTL}layer_offloading: true\n", "layer_offloading"),
+        (f"{AXOLOTL}overrides_of_model_config: {{rope_theta: 5.0}}\n", "overrides_of_model_config"),
+        (f"{LLAMA_FACTORY}resize_vocab: true\n", "resize_vocab"),
+        (
+            "model: MODEL\ntuner_type: lora\nmax_length: 9\nper_device_eval_batch_size: 9\n",
+            "per_device_eval_batch_size",
+        ),
+        ("model: MODEL\ntuner_type: lora\nmax_length: 9\ndevice_map: auto\n", "device_map"),
+    ],
+)
+def test_a_setting_that_changes_memory_and_no_plan_is_named(text: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    described = configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=()).described
+    assert name in described.partition("not used: ")[2]
+
+
+def test_adapters_of_ms_swift_on_a_base_in_fp32_are_planned_so(tmp_path: Path) -> None:
+    text = "model: MODEL\ntuner_type: lora\nmax_length: 9\ntorch_dtype: "
+    assert [planned(tmp_path, "s.yaml", f"{text}{word}\n").fp32_base for word in ("float32", "bfloat16")] == [
+        True,
+        None,
+    ]
+
+
 def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="beta is 'much', expected a number"):
         planned(tmp_path, "trl.sh", "trl dpo --model_name_or_path MODEL --beta much")

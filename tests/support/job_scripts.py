@@ -160,7 +160,7 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("launcher-per-gpu", changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=16"),
      changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=2"), 3, JOB),
     ("launcher-per-gpu", changed(GOOD, "srun ", "srun --ntasks-per-node=8 "),
-     changed(changed(GOOD, "per-node=1", "per-node=8"), "srun ", "srun -N $SLURM_NNODES --ntasks $SLURM_NNODES "), 8, JOB),
+     changed(GOOD, "per-node=1", "per-node=8").replace("srun", "srun -N $SLURM_NNODES --ntasks $SLURM_NNODES"), 8, JOB),
     ("launcher-per-gpu", changed(GOOD, "per-node=1", "per-gpu=1\n#SBATCH --gpus-per-node=8"),
      changed(GOOD, "per-node=1", "per-gpu=1\n#SBATCH --gpus-per-node=1"), 3, JOB),
     ("node-rank-missing", f"#SBATCH --nodes=2\nsrun {STATIC} --node-rank 0 train.py\n",

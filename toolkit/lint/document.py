@@ -379,8 +379,7 @@ def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
 def launch_settings(document: Document, call: LauncherCall) -> Document | None:
     """Return what `accelerate launch` is told, by the YAML that it names and by its flags, which win over the file."""
     file, flags = accelerate_file(document, call), call.as_yaml
-    is_elsewhere = file.kind != ACCELERATE if file is not None else "config-file" in call.options
-    if not flags or is_elsewhere:
+    if not flags or (file.kind != ACCELERATE if file else "config-file" in call.options):
         return file
     data = {key: value for key, value in file.data.items() if key.replace("_", "-") not in call.options} if file else {}
     for key, value in flags.items():
@@ -388,9 +387,7 @@ def launch_settings(document: Document, call: LauncherCall) -> Document | None:
         data |= {block: {**(data.get(block) or {}), name: value}} if block else {name: value}
     told = Document(path=document.path, text=document.text, kind=ACCELERATE, data=data, call=call)
     told = replace(told, positions={key: _place_on(call.line, key) for key in flags})
-    if file is not None:
-        told = replace(file, data=data, command=told)
-    return with_named_files(told)
+    return with_named_files(replace(file, data=data, command=told) if file else told)
 
 
 @functools.cache

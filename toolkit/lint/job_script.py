@@ -102,8 +102,8 @@ class LauncherCall:
     def as_yaml(self) -> dict[str, Any]:
         """The flags of `accelerate launch` under the dotted keys of its YAML; of some, rules about scripts speak."""
         options = self.options if self.tool == "accelerate" else {}
-        engine = next((ENGINE_FLAGS[name] for name in ENGINE_FLAGS if name in options), None)
-        found: dict[str, Any] = {"distributed_type": engine} if engine else {}
+        engines = [kind for flag, kind in ENGINE_FLAGS.items() if flag in options]
+        found: dict[str, Any] = {"distributed_type": engines[0]} if engines else {}
         for name, value in ((option.replace("-", "_"), value) for option, value in options.items()):
             block = next((block for block, keys in reversed(ACCELERATE_BLOCKS.items()) if name in keys), None)
             if block is not None and name not in launcher_tables()["told_by_flags"]:

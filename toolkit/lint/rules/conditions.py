@@ -47,9 +47,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     ),
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
-    "is_state_dict_refused": lambda doc: any(
-        rejects_save_only_model(as_enum(each)) for each in _settings_of_fsdp(doc, "state_dict_type")
-    ),
+    "is_state_dict_refused": lambda doc: any(map(rejects_save_only_model, _settings_of_fsdp(doc, "state_dict_type"))),
     "is_recomputed_by_fsdp": lambda doc: any(map(as_bool, _settings_of_fsdp(doc, "activation_checkpointing"))),
     "is_sharded": lambda doc: (
         settings.uses_fsdp(doc)
@@ -80,12 +78,11 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
 }
 
 
-def _settings_of_fsdp(doc: Document, name: str) -> list[Any]:
-    """Return a setting of the arguments and of the launcher's configuration, of those that run FSDP."""
-    both = [
-        each for each in (doc, doc.launch_config) if each and (settings.uses_fsdp(each) or settings.fsdp_version(each))
-    ]
-    return [settings.fsdp_setting(each, name) for each in both]
+def _settings_of_fsdp(doc: Document, name: str) -> list[str]:
+    """Return a setting of the arguments and of the launcher's configuration, of those that run FSDP, in capitals."""
+    both = [each for each in (doc, doc.launch_config) if each is not None]
+    runs = [each for each in both if settings.uses_fsdp(each) or settings.fsdp_version(each)]
+    return [as_enum(settings.fsdp_setting(each, name)) for each in runs]
 
 
 def _product(doc: Document, *names: str) -> int | None:

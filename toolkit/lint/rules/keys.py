@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.convert.programs import FOREIGN, is_alike
+from toolkit.convert.programs import FOREIGN, OPEN_INSTRUCT, is_alike
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
@@ -42,6 +42,7 @@ CLOSED_ARGUMENTS = (
     "train_sampling_strategy",
 )
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
+OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
@@ -146,13 +147,14 @@ def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
     return _wrong_types(doc, DEEPSPEED_BLOCKS)
 
 
-@rule(ERROR, TRAINER, library="transformers", fix="a value of the type that the message names")
+@rule(ERROR, TRAINER, library="transformers", fix="a value of the type that it names", for_every_program=True)
 def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     for name, field in trainer_schema().fields.items():
         reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
         if doc.get(name) is not None and reads(doc.get(name)) is None and not is_template(doc.get(name)):
-            yield Match(name, f"{shorten(doc.get(name))}, expected {expected}", expected)
+            message = f"{shorten(doc.get(name))}, expected {expected}"
+            yield Match(name, message, expected, level=OF_OTHERS.get(doc.program))
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
@@ -192,6 +194,11 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
 @rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words", for_every_program=True)
 def unknown_word(doc: Document) -> Iterator[Match]:
     """The key takes other words: the library raises, or (`compute_environment`) takes the file for another kind."""
+    level = OF_OTHERS.get(doc.program) if doc.kind == TRAINER else None
+    yield from (replace(each, level=each.level or level) for each in _other_words(doc))
+
+
+def _other_words(doc: Document) -> Iterator[Match]:
     is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
     for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
@@ -211,8 +218,7 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     for name in CLOSED_ARGUMENTS if ours else OF_EVERY_PROGRAM if doc.program in FOREIGN else CLOSED_ARGUMENTS[:3]:
         if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
             for found in _not_a_word(name, doc.get(name), fields[name].choices, "it raises"):
-                level = WARNING if doc.program is None else None  # a script may have words of its own
-                yield replace(found, since="5.0.0", level=level)  # which has dropped some of them
+                yield replace(found, since="5.0.0")  # which has dropped some of them
     trackers = doc.get("report_to") if ours else None
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
