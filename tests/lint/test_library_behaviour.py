@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
 from refused_arguments import BF16_STATES, REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
 
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
-from toolkit.lint.job_script import launcher_tables
+from toolkit.lint.job_script import launcher_tables, read_script
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
 from toolkit.lint.rules.trainer import DPO_KEYS
@@ -434,7 +435,7 @@ RAISES = {
         "SageMaker requires a python": HARDWARE,
         "CalledProcessError": "the script's own failure",
         "You can only use one of": "flags of the launcher, which name each other in the message",
-        "at least 2 processes to use `--multi_gpu`": "flags of the launcher, which name each other in the message",
+        "at least 2 processes to use `--multi_gpu`": "refused-by-accelerate",
         "You cannot use `--use_parallelism_config`": "flags of the launcher, which name each other in the message",
         "Less than two GPU ids": "refused-by-accelerate",
         "bf16 mixed precision requires": HARDWARE,
@@ -537,6 +538,7 @@ def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versio
 
     tables = launcher_tables()
     options = {action.dest: action for action in launch_command_parser()._actions}
+    assert set(tables["told_by_flags"]) <= {*options, "tpu_use_cluster"}
     defaults = {name: options[name].default for name in tables["never_taken"]}
     assert defaults == tables["never_taken"]
     for tool, actions in {"accelerate": options.values(), "torchrun": get_args_parser()._actions}.items():
@@ -552,6 +554,49 @@ def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versio
         name for name in tables["variables"]["FSDP"] if f'"{name}"' not in plugin and f'"FSDP_{name}"' not in plugin
     ]
     assert missing == []
+
+
+FLAGS = [
+    ("--use_fsdp --fsdp_version 2 --fsdp_state_dict_type SHARDED_STATE_DICT", "FSDP_STATE_DICT_TYPE"),
+    ("--use_deepspeed --zero_stage 3 --zero3_init_flag false", "ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+]
+
+
+@pytest.mark.parametrize(("flags", "variable"), FLAGS)
+def test_flags_of_accelerate_launch_reach_the_ranks_as_the_keys_of_its_file_do(
+    flags: str, variable: str, tmp_path: Path
+) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    call = read_script(f"accelerate launch --num_processes 2 {flags} train.py\n").launches[0]
+    file = tmp_path / "same.yaml"
+    data: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no"}
+    for key, value in call.as_yaml.items():
+        block, _, name = key.rpartition(".")
+        data |= {block: data.get(block, {}) | {name: yaml.safe_load(value)}} if block else {name: value}
+    file.write_text(yaml.safe_dump(data | {"num_processes": 2}))
+
+    def environment(*words: str) -> dict[str, str]:
+        args = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))[0]
+        args.deepspeed_fields_from_accelerate_config = ""
+        named = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+        return {name: value for name, value in named.items() if name.startswith(("FSDP", "ACCELERATE_DEEPSPEED"))}
+
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("compute_environment: LOCAL_MACHINE\nmixed_precision: 'no'\ndistributed_type: 'NO'\n")
+    by_flags, by_file = (
+        environment("--config_file", str(empty), *flags.split()),
+        environment("--config_file", str(file)),
+    )
+    assert variable in by_flags
+    assert by_flags == by_file
+
+
+@pytest.mark.parametrize("options", ["--nnodes 1 --node-rank 1", "--nnodes 2 --node-rank 2"])
+def test_a_rank_of_a_node_above_their_number_is_that_of_no_node(options: str) -> None:
+    config = torchrun_config(*options.split(), "--master-addr", "node1")
+    assert config.rdzv_configs["rank"] >= config.max_nodes  # a static rendezvous, which waits for rank 0
 
 
 def test_words_of_accelerate_are_those_of_its_enums() -> None:

@@ -177,6 +177,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "python -m mine.train --do_train --output_dir a --bf16 True\n", 2, "run.sh"),
     ("refused-by-trainer", f"{SWIFT_BEST} --save_steps 5\n", f"{SWIFT_BEST} --save_steps 4\n", 1, "run.sh"),
     ("4bit-not-sharded", f"{SWIFT_4BIT}\n", f"{SWIFT_4BIT} --bnb_4bit_quant_storage bfloat16\n", 1, "run.sh"),
+    ("refused-by-openrlhf", f"{OPENRLHF} --train_batch_size 30 --micro_train_batch_size 4\n",
+     f"{OPENRLHF} --train_batch_size 32 --micro_train_batch_size 4\n", 1, "run.sh"),
     # the flags of accelerate launch, as its YAML
     ("unknown-word", f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER x.py\n",
      f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP x.py\n", 1, "run.sh"),
@@ -190,6 +192,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      f"{ZERO} --zero_stage 3 --offload_param_device cpu x.py\n", 1, "run.sh"),
     ("block-not-in-force", "accelerate launch --zero_stage 2 x.py\n",
      "accelerate launch --config_file $ENGINE.yaml --zero_stage 2 x.py\n", 1, "run.sh"),
+    ("refused-by-accelerate", "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n",
+     "compute_environment: LOCAL_MACHINE\nnum_processes: 2\ndistributed_type: MULTI_GPU\n", None, "mine.yaml"),
     ("refused-by-accelerate", "accelerate launch --multi_gpu --num_processes 1 x.py\n",
      "accelerate launch --num_processes 1 x.py\n", 1, "run.sh"),
     ("checkpointing-twice", f"{FSDP2} --fsdp_activation_checkpointing true {RUN_CLM} --gradient_checkpointing\n",

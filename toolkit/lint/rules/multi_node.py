@@ -130,9 +130,7 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d, which gives each node its rank")
 def node_rank_missing(doc: Document) -> Iterator[Match]:
-    """With the static rendezvous every node has rank 0 unless it is told another one, below the number of nodes, and
-    not all the same by srun.
-    """
+    """Under the static rendezvous each node needs its own rank, below their number."""
     names = {"torchrun": "node-rank", "accelerate": "machine-rank"}
     for call in calls(doc, *names):
         static = is_static(call) and call.is_complete and not call.options.keys() & {"config-file", "rdzv-conf"}
