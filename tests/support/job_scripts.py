@@ -177,8 +177,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "python -m mine.train --do_train --output_dir a --bf16 True\n", 2, "run.sh"),
     ("refused-by-trainer", f"{SWIFT_BEST} --save_steps 5\n", f"{SWIFT_BEST} --save_steps 4\n", 1, "run.sh"),
     ("4bit-not-sharded", f"{SWIFT_4BIT}\n", f"{SWIFT_4BIT} --bnb_4bit_quant_storage bfloat16\n", 1, "run.sh"),
-    ("refused-by-openrlhf", f"{OPENRLHF} --train_batch_size 30 --micro_train_batch_size 4\n",
-     f"{OPENRLHF} --train_batch_size 32 --micro_train_batch_size 4\n", 1, "run.sh"),
+    ("refused-by-openrlhf", "deepspeed --module openrlhf.cli.train_sft --train_batch_size 5 --micro_train_batch_size 2\n",
+     "deepspeed --module openrlhf.cli.train_sft --train_batch_size 6 --micro_train_batch_size 2\n", 1, "run.sh"),
     # the flags of accelerate launch, as its YAML
     ("unknown-word", f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER x.py\n",
      f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP x.py\n", 1, "run.sh"),
