@@ -30,6 +30,7 @@ run: |
   HEAD=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")
   torchrun --nnodes 2 --rdzv-id "$SKYPILOT_TASK_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" train.py
 """
+TWO_PER_GPU = "deepspeed --module openrlhf.cli.train_sft --micro_train_batch_size 2"
 STATIC = "torchrun --nnodes 2 --nproc-per-node 8 --master-addr node1"
 FSDP2 = "accelerate launch --use_fsdp --fsdp_version 2"
 ZERO = "accelerate launch --use_deepspeed"
@@ -177,8 +178,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "python -m mine.train --do_train --output_dir a --bf16 True\n", 2, "run.sh"),
     ("refused-by-trainer", f"{SWIFT_BEST} --save_steps 5\n", f"{SWIFT_BEST} --save_steps 4\n", 1, "run.sh"),
     ("4bit-not-sharded", f"{SWIFT_4BIT}\n", f"{SWIFT_4BIT} --bnb_4bit_quant_storage bfloat16\n", 1, "run.sh"),
-    ("refused-by-openrlhf", "deepspeed --module openrlhf.cli.train_sft --train_batch_size 5 --micro_train_batch_size 2\n",
-     "deepspeed --module openrlhf.cli.train_sft --train_batch_size 6 --micro_train_batch_size 2\n", 1, "run.sh"),
+    ("refused-by-openrlhf", f"{TWO_PER_GPU} --train_batch_size 5\n", f"{TWO_PER_GPU} --train_batch_size 6\n", 1,
+     "run.sh"),
     # the flags of accelerate launch, as its YAML
     ("unknown-word", f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER x.py\n",
      f"{FSDP2} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP x.py\n", 1, "run.sh"),
