@@ -187,7 +187,6 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None, as_jso
 
 
 def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
-    """Write the report's files, and print the table, or what is in results.json."""
     files = write_report(results, folder)
     if as_json:
         print((folder / RESULTS_FILE).read_text(), end="")

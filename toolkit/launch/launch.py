@@ -105,7 +105,6 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
 
 
 def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Callable[[str], None]) -> PreparedRun:
-    """Check what can be known of somebody's script, and build its launch command."""
     processes = options.world_size(preset)
     gpus = None if options.on_cpu else count_gpus()
     check_process_count(processes, gpus=gpus, preset=preset, ranks_per_gpu=options.ranks_per_gpu)
@@ -134,7 +133,6 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
 
 
 def _script_checkpoint(folder: RunFolder, run: TrainingRun) -> Path:
-    """Return the newest complete checkpoint of a script's run. Raises ToolkitError if none can be resumed here."""
     ended = (folder.read_run() or {}).get("status") == status.COMPLETED or (folder.path / "training-2").exists()
     if ended or (checkpoint := latest_complete(folder.checkpoints)) is None:
         why = "its first training has ended" if ended else "no complete checkpoint is there"
@@ -145,7 +143,6 @@ def _script_checkpoint(folder: RunFolder, run: TrainingRun) -> Path:
 
 
 def _unused_folder(name: str) -> Path:
-    """Return `runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3` and so on that holds no run yet."""
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (name if number == 1 else f"{name}-{number}"))
         with contextlib.suppress(ToolkitError):
