@@ -99,8 +99,8 @@ def check_comparison(options: CompareOptions) -> Runner:
         checked, *_ = [
             check_job(
                 presets[row.preset],
+                spec.job(row),
                 num_processes=row.world_size,
-                training_argv=spec.own_argv(row),
                 cpu=spec.cpu,
                 gpus=gpus,
                 nodes=nodes,
