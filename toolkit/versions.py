@@ -120,7 +120,6 @@ def _literals(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _text(library: str, file: str) -> str:
-    """The source of a file of an installed library; empty if there is none."""
     spec = importlib.util.find_spec(library)
     path = Path(spec.origin).parent / file if spec and spec.origin else None
     return path.read_text("utf-8") if path and path.is_file() else ""

@@ -21,7 +21,8 @@ from toolkit.compare.ledger import LEDGER_FILE as LEDGER_OF_COMPARISON
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.specification import SPEC_FILE
 from toolkit.errors import ToolkitError
-from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.command import LaunchCommand, command_of
+from toolkit.launch.options import TrainOptions
 from toolkit.lint.check import lint_paths
 from toolkit.presets import load_preset
 
@@ -231,8 +232,9 @@ TWO_NODES = Allocation(nodes=("node1", "node2"), processes_per_node=4)
 
 
 def zero2(num_processes: int) -> LaunchCommand:
-    argv = ["--dataset", "rows of mine.jsonl", "--token", "secret"]
-    return launch_command(load_preset("zero2"), num_processes=num_processes, training_argv=argv, cpu=True)
+    words = ("--dataset", "rows of mine.jsonl", "--token", "secret")
+    options = TrainOptions(preset="zero2", num_processes=num_processes, training_arguments=words, cpu=True)
+    return command_of(options, load_preset("zero2"))
 
 
 @needs_scontrol

@@ -27,7 +27,8 @@ from toolkit.files.secrets import (
     separate_secrets,
 )
 from toolkit.job.argument_reading import argument_types
-from toolkit.launch.command import LaunchCommand, launch_command
+from toolkit.launch.command import LaunchCommand, command_of
+from toolkit.launch.options import TrainOptions
 from toolkit.launch.process import run_command
 from toolkit.presets import load_preset
 
@@ -106,7 +107,8 @@ def test_a_secret_of_the_environment_or_of_an_argument_is_hidden_wherever_it_occ
 
 
 def command(*words: str) -> LaunchCommand:
-    return launch_command(load_preset("ddp"), num_processes=2, training_argv=words, cpu=True)
+    options = TrainOptions(preset="ddp", num_processes=2, training_arguments=words, cpu=True)
+    return command_of(options, load_preset("ddp"))
 
 
 def test_a_command_has_its_secrets_in_the_environment_and_not_where_others_read_it() -> None:

@@ -15,7 +15,7 @@ from toolkit.cli.plan import RehearseOptions
 from toolkit.errors import ToolkitError
 from toolkit.job import job_checks
 from toolkit.launch import launch
-from toolkit.launch.command import LaunchCommand, launch_command, threads_per_rank
+from toolkit.launch.command import LaunchCommand, threads_per_rank
 from toolkit.launch.launch import Restarts, can_restart
 from toolkit.launch.options import TrainOptions
 from toolkit.launch.process import ProcessResult, RunResult
@@ -70,7 +70,9 @@ def test_a_limit_beyond_any_run_is_refused(name: str, value: float, message: str
 
 
 def command_of(preset: str, n: int, *words: str, cpu: bool = False) -> LaunchCommand:
-    return launch_command(load_preset(preset), num_processes=n, training_argv=words, cpu=cpu)
+    return launch.command_of(
+        TrainOptions(preset=preset, num_processes=n, training_arguments=words, cpu=cpu), load_preset(preset)
+    )
 
 
 def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
@@ -87,9 +89,8 @@ def test_a_lone_rank_is_started_without_a_launcher_and_a_lone_script_with_one() 
     assert command.argv == [sys.executable, "-m", "toolkit.train", "--max_steps", "8"]
     assert command.shown.startswith(f"accelerate launch --config_file {YAMLS}/single.yaml --num_processes 1 -m toolkit")
     assert "accelerate.commands.launch" in command_of("zero3", 1).argv
-    program = ("-m", "toolkit.observe", "script.py")
-    script = launch_command(load_preset("single"), num_processes=1, training_argv=[], cpu=True, program=program)
-    assert "accelerate.commands.launch" in script.argv
+    script = TrainOptions(preset="single", num_processes=1, script="script.py", cpu=True)
+    assert "accelerate.commands.launch" in launch.command_of(script, load_preset("single")).argv
 
 
 def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:

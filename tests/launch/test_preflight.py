@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> Path:
 
 def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> TrainingRun:
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words]
-    return preflight.check_job(load_preset(preset), num_processes=n, training_argv=argv, cpu=True)
+    return preflight.check_job(load_preset(preset), Job.from_argv(argv), num_processes=n, cpu=True)
 
 
 def test_a_valid_job_passes_with_its_global_batch_size(model: Path, rows: Path) -> None:
@@ -92,7 +92,7 @@ def test_as_many_ranks_as_the_gpus_take_pass_under_every_other_preset() -> None:
 def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
     for argv, missing in (([], "model_name_or_path"), (["--model_name_or_path", str(model)], "dataset")):
         with pytest.raises(ToolkitError, match=f"--{missing} is missing"):
-            preflight.check_job(load_preset("ddp"), num_processes=2, training_argv=argv, cpu=True)
+            preflight.check_job(load_preset("ddp"), Job.from_argv(argv), num_processes=2, cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, ro
 
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words.split()]
     with pytest.raises(ToolkitError) as before:
-        preflight.check_job(load_preset("ddp"), num_processes=1, training_argv=argv, cpu=True)
+        preflight.check_job(load_preset("ddp"), Job.from_argv(argv), num_processes=1, cpu=True)
     with pytest.raises(ToolkitError) as launched:
         parse_args([*argv, "--output_dir", str(tmp_path / "out")], LaunchContext.from_env())
     assert launched.value.message == before.value.message or "invalid choice" in launched.value.message

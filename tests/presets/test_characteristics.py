@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from preset_files import deepspeed_pair
 from toolkit.engines.registry import ENGINES
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 from toolkit.presets.characteristics import PARTS, characteristics
-from toolkit.presets.shard_bytes import persistence_threshold, shard_byte_limits
 
 REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"
@@ -139,13 +139,13 @@ def test_the_largest_shard_includes_the_engines_padding(
 def test_the_limits_of_ten_elements(
     name: str, ranks: int, parameter: tuple[int, int], gradient: tuple[int, int], optimizer: tuple[int, int]
 ) -> None:
-    limit = partial(shard_byte_limits, load_preset(name), shapes=[(5, 2)], element_bytes=4, ranks=ranks, hidden_size=1)
+    limit = partial(load_preset(name).shard_byte_limits, shapes=[(5, 2)], element_bytes=4, ranks=ranks, hidden_size=1)
     assert [limit(part=part) for part in PARTS] == [parameter, gradient, optimizer]
 
 
 def test_zero3_may_keep_only_parameters_up_to_the_persistence_threshold_gathered(tmp_path: Path) -> None:
-    zero3, size = load_preset("zero3"), partial(persistence_threshold, hidden_size=4096)
+    zero3, size = load_preset("zero3"), methodcaller("persistence_threshold", hidden_size=4096)
     own = {"stage": 3, "stage3_param_persistence_threshold": 7}
     assert [size(load_preset(name)) for name in ("ddp", "zero2", "zero3")] == [0, 0, 40_960]
     assert size(read_preset(deepspeed_pair(tmp_path, {"zero_optimization": own}))) == 7
-    assert shard_byte_limits(zero3, "parameter", [(5, 2), (11, 1)], 4, ranks=1, hidden_size=1)[1] == 4 * (10 + 21 + 4)
+    assert zero3.shard_byte_limits("parameter", [(5, 2), (11, 1)], 4, ranks=1, hidden_size=1)[1] == 4 * (10 + 21 + 4)

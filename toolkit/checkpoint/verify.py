@@ -105,7 +105,6 @@ def _verify_model(path: Path, model: Path, kind: str, base_model: str | None, we
 
 
 def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
-    """Return a line for each tensor that is missing, unexpected, empty, misshapen or not finite."""
     expected = {model.saved_names.get(name, name): shape for name, shape in model.shapes.items()}
     allowed = set(expected) | model.known_names
     found = weights.shapes()

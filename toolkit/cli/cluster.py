@@ -91,7 +91,6 @@ def _write(
     submit: Sequence[str] | None,
     suffix: str,
 ) -> None:
-    """Check the job, print what its file assumes, and write or submit the file."""
     from toolkit.cluster.cluster_job import prepare_job
     from toolkit.cluster.job_files import deliver
 

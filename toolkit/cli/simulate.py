@@ -73,7 +73,6 @@ def _show(
     text: Callable[[], SimulationReport],
     page: Callable[[], SimulationReport],
 ) -> None:
-    """Print JSON or text, and write `simulation.json` and `simulation.html` to a folder."""
     written = json.dumps(values, indent=2) + "\n"
     if as_json:
         print(written, end="")

@@ -200,7 +200,6 @@ def report(
 
 
 def _share(paths: list[Path]) -> None:
-    """Print the row of a run folder, or check files of such rows. Raises RunFailed for a row that cannot be true."""
     from toolkit.record.shared_run import SharedRun, check_shared_rows
 
     if not paths[0].is_file():

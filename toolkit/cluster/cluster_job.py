@@ -193,13 +193,12 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
 
 def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
-    largest = options.world_sizes[-1]
+    largest, job = options.world_sizes[-1], Job.from_argv(argv)
     if options.check_files:
         gpus = None if options.cpu else largest
         nodes = options.max_nodes
-        checked = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
-        return checked.warnings
-    return tuple(check_arguments(Job.from_argv(argv), preset, num_processes=largest, on_cpu=options.cpu, here=False))
+        return check_job(preset, job, num_processes=largest, cpu=options.cpu, gpus=gpus, nodes=nodes).warnings
+    return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
 # -- the time of a save

@@ -99,8 +99,8 @@ def check_comparison(options: CompareOptions) -> Runner:
         checked, *_ = [
             check_job(
                 presets[row.preset],
+                spec.job(row),
                 num_processes=row.world_size,
-                training_argv=spec.own_argv(row),
                 cpu=spec.cpu,
                 gpus=gpus,
                 nodes=nodes,
@@ -187,7 +187,6 @@ def write_report_again(folder: Path, *, price_per_gpu_hour: float | None, as_jso
 
 
 def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
-    """Write the report's files, and print the table, or what is in results.json."""
     files = write_report(results, folder)
     if as_json:
         print((folder / RESULTS_FILE).read_text(), end="")

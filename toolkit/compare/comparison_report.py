@@ -219,7 +219,6 @@ def about(results: Results) -> str:
 
 
 def _short(name: str | None) -> str:
-    """A hub id as it is, and the last part of a path."""
     text = one_line(name or NOT_AVAILABLE)
     return text if text.count("/") == 1 and text[0] not in "/~." else text.rstrip("/").rpartition("/")[2]
 

@@ -210,7 +210,7 @@ class Runner:
             output_dir=output_dir,
             nvme=nvme,
             on_line=self.progress.output_line,
-            overwrite=True,
+            reuse="overwrite",
         )
         if result.status == status.INTERRUPTED:
             raise KeyboardInterrupt

@@ -42,7 +42,6 @@ from toolkit.launch.options import TrainOptions
 from toolkit.observe.script_file import check_script
 from toolkit.parallel.layout import ParallelLayout, divide_ranks
 from toolkit.presets.preset import load_preset
-from toolkit.presets.shard_bytes import zero_block
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.columns import Count, NonNegativeReal, PositiveCount
 from toolkit.record.folder import write_json
@@ -71,7 +70,7 @@ class ExpectedStrategy(BaseModel):
     @classmethod
     def of(cls, preset: PresetSpec) -> Self:
         """Return what the trials of a preset must report."""
-        zero = zero_block(preset)
+        zero = preset.zero_block
         same = {key: getattr(preset, key) for key in ("engine", "sharding", "parallel", "sharded_at_load")}
         return cls(**same, quantises=any(zero.get(key) for key in QUANTIZED_KEYS))
 

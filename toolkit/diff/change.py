@@ -135,7 +135,6 @@ def files_of(commit: str) -> Iterator[Path]:
 
 
 def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-    """Leave out a link that leads out of the folder."""
     try:
         return tarfile.data_filter(member, folder)
     except tarfile.FilterError:

@@ -42,9 +42,7 @@ def _is_below(value: float | None, normal: float | None) -> bool:
     return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
 
 
-@node_check(
-    f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus",
-)
+@node_check(f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus")
 def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
     """GPUs on the PCI bus, with the driver, and listed to this process."""
     pci, driver = len(node.pci_gpus), len(entries_of(Path("/proc/driver/nvidia/gpus")))
@@ -64,9 +62,7 @@ def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(NOTE, "this job sees only some of the node's GPUs", listed, expected, SOME_GPUS)
 
 
-@node_check(
-    f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}",
-)
+@node_check(f"{DEBUG_GUIDE}#uncorrectable-ecc-error-encountered, {MEMORY_ERRORS}")
 def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
     """ECC mode, uncorrectable errors, remapped memory rows."""
     for gpu in node.gpus():
@@ -86,9 +82,7 @@ def gpu_ecc(node: NodeReadings, outcome: Outcome) -> None:
         add(WARNING, what, off, "on", fix, when=0 in (enabled, after_reboot))
 
 
-@node_check(
-    f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/",
-)
+@node_check(f"{MEMORY_ERRORS}, https://docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide/")
 def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
     """Recovery action that the driver asks for, NVSwitch fabric."""
     for gpu in node.gpus():

@@ -65,7 +65,7 @@ def ulimit_nofile(_: NodeReadings, outcome: Outcome) -> None:
 
 
 @node_check(
-    f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core",
+    f"{OWN_CHOICE}: Python, the data loader; CPU Adam uses all; a run that just ended leaves a load of 1 per core"
 )
 def cores(node: NodeReadings, outcome: Outcome) -> None:
     """Cores that this process may use (affinity, cgroup), and the load of the last minute."""
@@ -80,9 +80,7 @@ def cores(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, busy, None, None, "end other programs: `ps aux --sort -%cpu | head`")
 
 
-@node_check(
-    "`toolkit plan` (docs/concepts/plan.md), with the default batch",
-)
+@node_check("`toolkit plan` (docs/concepts/plan.md), with the default batch")
 def host_memory(node: NodeReadings, outcome: Outcome) -> None:
     """Memory of the host, the cgroup's limit, swap, and with `--preset` and MODEL what their plan needs."""
     installed, limit = limits.host_memory_bytes(), limits.memory_limit_bytes()
@@ -120,9 +118,7 @@ def rdma(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(WARNING, what, port.rate, f"{fastest:g} Gb/sec", fix)
 
 
-@node_check(
-    "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
-)
+@node_check("https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html")
 def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
     """Variables that switch off a fast path of NCCL, and interfaces that do not exist."""
     outcome.measured["set"] = sorted(name for name in os.environ if name.startswith(("NCCL_", "GLOO_")))
@@ -142,9 +138,7 @@ def nccl_variables(_: NodeReadings, outcome: Outcome) -> None:
 # -- Disks
 
 
-@node_check(
-    f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run",
-)
+@node_check(f"{OWN_CHOICE}: a checkpoint of a 0.6B model takes 7 to 12 GB; `toolkit train` checks its own run")
 def disk_space(node: NodeReadings, outcome: Outcome) -> None:
     """Free space for the run folder (`--output-dir`), the hub's cache, the toolkit's cache, temporary files."""
     outcome.measured = described_disks("run folder", node.output_dir)
@@ -158,9 +152,7 @@ def disk_space(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(ERROR if free < GIB else WARNING, what, value, f"at least {gib(10 * GIB)}", fix)
 
 
-@node_check(
-    "docs/how-to/optimizers.md: what `toolkit train` refuses",
-)
+@node_check("docs/how-to/optimizers.md: what `toolkit train` refuses")
 def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
     """libaio and DeepSpeed's async_io, and the disk of `--nvme-path`: file system, direct I/O."""
     preset, path = node.preset, node.options.nvme_path
@@ -184,9 +176,7 @@ def nvme_offload(node: NodeReadings, outcome: Outcome) -> None:
             nvme.check_direct_io(Path(path))
 
 
-@node_check(
-    "https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables",
-)
+@node_check("https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables")
 def hub(_: NodeReadings, outcome: Outcome) -> None:
     """The hub's cache (place, kind of disk), its token (present or not, never read), offline mode."""
     home, login, mount = hub_home(), report.hub_login(), mount_of(existing_folder(hub_home()))
@@ -214,9 +204,7 @@ def libraries(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR, "libraries are not installed", ", ".join(missing), None, install_line(*missing))
 
 
-@node_check(
-    "https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)",
-)
+@node_check("https://docs.nvidia.com/deploy/cuda-compatibility/ (minor version compatibility)")
 def cuda(node: NodeReadings, outcome: Outcome) -> None:
     """CUDA that torch was built with, and the newest that the driver supports."""
     torch, built, driver = installed_version("torch"), torch_cuda_version(), report.driver_cuda_version()
@@ -231,9 +219,7 @@ def cuda(node: NodeReadings, outcome: Outcome) -> None:
         outcome.add(ERROR if newer else NOTE, what, f"CUDA {driver}", f"CUDA {built} or newer", fix)
 
 
-@node_check(
-    "torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/",
-)
+@node_check("torch loads the one of its package: https://docs.nvidia.com/deeplearning/nccl/release-notes/")
 def nccl(_: NodeReadings, outcome: Outcome) -> None:
     """NCCL's package, and another NCCL on LD_LIBRARY_PATH."""
     packages = {name: version for name in report.NCCL_PACKAGES if (version := installed_version(name))}
@@ -251,9 +237,7 @@ def nccl(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, others[0], installed or "torch's own", fix)
 
 
-@node_check(
-    "what `make setup` leaves out (`toolkit/doctor/node_packages.py`)",
-)
+@node_check("what `make setup` leaves out (`toolkit/doctor/node_packages.py`)")
 def packages(node: NodeReadings, outcome: Outcome) -> None:
     """Optional packages that this node could use: Liger, bitsandbytes, NVML's library, nvcc."""
     parts = left_out()
@@ -280,9 +264,7 @@ def compilers(_: NodeReadings, outcome: Outcome) -> None:
         outcome.add(WARNING, what, release[0], built, f"export CUDA_HOME=/usr/local/cuda-{built}")
 
 
-@node_check(
-    "docs/concepts/security.md",
-)
+@node_check("docs/concepts/security.md")
 def ops(_: NodeReadings, outcome: Outcome) -> None:
     """DeepSpeed's compiled CPU ops, and who may write them."""
     compiled = compiled_ops.which_are_compiled()

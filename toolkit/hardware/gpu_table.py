@@ -5,14 +5,18 @@
 
 Peaks are dense, in TFLOP/s with fp32 accumulation; where a data sheet gives a peak with sparsity only, it is halved.
 Memory is the smallest total that torch reports for the card in public out-of-memory messages: drivers differ by up to
-0.5 GiB, and all report less than the label. Interconnect rates are for one direction, all links of a GPU together.
+0.5 GiB, and all report less than the label. Interconnect rates are for one direction, all links of a GPU together. The
+table is `gpu_table.csv`, a row per GPU with its source.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.hardware.gpus import count_gpus, gpu_names
@@ -39,6 +43,8 @@ class Gpu:
     """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""
     pcie_generation: int
     source: str
+    host: tuple[int, str] | None = None
+    """Host memory per GPU in GiB, and a node that has it; of an instance type, the least that several GPUs have."""
     shared_by: int = 1
     """Ranks that share the card, of which this is one's part."""
 
@@ -67,7 +73,7 @@ class Gpu:
     @property
     def host_memory(self) -> tuple[int, str]:
         """Host memory per GPU of a typical node in GiB, and a node that has it or the reason for our choice."""
-        return HOSTS.get(self.name.partition(",")[0], (round(2 * self.memory_gib), "our choice, twice the GPU's"))
+        return self.host or (round(2 * self.memory_gib), "our choice, twice the GPU's")
 
     @property
     def memory_bytes_per_second(self) -> int | None:
@@ -204,102 +210,28 @@ def _words(name: str) -> list[str]:
     return [word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"}]
 
 
-NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-AMPERE = "NVIDIA Ampere GA102 whitepaper, table 9 and appendix"
-ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
-BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepapers, appendix"
-A100_PEAKS = (312, 312, 156, 19.5)
-H100_PEAKS = (989.4, 989.4, 494.7, 66.9)
-V100_SOURCE = f"{NVIDIA}v100/; no bf16 units"
-# fmt: off
-GPUS = (
-    Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB, a100-sxm-40gb", 39.25, A100_PEAKS, 1555, 300, 4, f"{NVIDIA}a100/"),
-    Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB, a100-sxm-80gb, a100-sxm", 79.14, A100_PEAKS, 2039, 300, 4,
-         f"{NVIDIA}a100/"),
-    Gpu("a100-40gb-pcie", "NVIDIA A100-PCIE-40GB", 39.25, A100_PEAKS, 1555, None, 4, f"{NVIDIA}a100/"),
-    Gpu("a100-80gb-pcie", "NVIDIA A100 80GB PCIe, A100-PCIE-80GB", 79.14, A100_PEAKS, 1935, None, 4, f"{NVIDIA}a100/"),
-    Gpu("h100-sxm", "NVIDIA H100 80GB HBM3, h100, h100-80gb, h100-sxm-80gb", 79.14, H100_PEAKS, 3350, 450, 5,
-         f"{NVIDIA}h100/, halved"),
-    Gpu("h100-pcie", "NVIDIA H100 PCIe, h100-80gb-pcie", 79.14, (756, 756, 378, 51), 2000, None, 5,
-         f"{NVIDIA}h100/, halved"),
-    Gpu("h100-nvl", "NVIDIA H100 NVL", 93.02, (835, 835, 417.5, 60), 3900, 300, 5, f"{NVIDIA}h100/, halved"),
-    Gpu("h200", "NVIDIA H200, h200-sxm", 139.72, H100_PEAKS, 4800, 450, 5, f"{NVIDIA}h200/, halved"),
-    Gpu("h200-nvl", "NVIDIA H200 NVL", 139.72, (835.5, 835.5, 417.5, 60), 4800, 450, 5, f"{NVIDIA}h200/, halved"),
-    Gpu("b200", "NVIDIA B200, b200-sxm", 178.35, (2250, 2250, 1125, 75), 8000, 900, 5, f"{NVIDIA}hgx/, halved"),
-    Gpu("gh200-96gb", "NVIDIA GH200 480GB, gh200", 94.5, H100_PEAKS, 4000, 450, 5,
-         f"{NVIDIA}grace-hopper-superchip/, halved"),
-    Gpu("l4", "NVIDIA L4", 21.96, (121, 121, 60, 30.3), 300, None, 4, f"{NVIDIA}l4/, halved"),
-    Gpu("l40", "NVIDIA L40", 44.34, (181, 181, 90.5, 90.5), 864, None, 4, f"{NVIDIA}l40/"),
-    Gpu("l40s", "NVIDIA L40S", 44.34, (362, 362, 183, 91.6), 864, None, 4, f"{NVIDIA}l40s/"),
-    Gpu("a10", "NVIDIA A10", 21.96, (125, 125, 62.5, 31.2), 600, None, 4, f"{NVIDIA}products/a10-gpu/"),
-    Gpu("a10g", "NVIDIA A10G", 21.96, (70, 70, 35, 31.5), 600, None, 4, "AWS EC2 G5 and its A10G data sheet"),
-    Gpu("a40", "NVIDIA A40", 44.34, (149.7, 149.7, 74.8, 37.4), 696, None, 4, f"{NVIDIA}a40/"),
-    Gpu("rtx-a6000", "NVIDIA RTX A6000, a6000", 47.4, (154.8, 154.8, 77.4, 38.7), 768, None, 4, AMPERE),
-    Gpu("v100-16gb", "Tesla V100-SXM2-16GB, v100-sxm2-16gb", 15.77, (None, 125, None, 15.7), 900, 150, 3, V100_SOURCE),
-    Gpu("v100-32gb", "Tesla V100-SXM2-32GB, Tesla V100-SXM3-32GB", 31.73, (None, 125, None, 15.7), 900, 150, 3,
-         V100_SOURCE),
-    Gpu("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 15.77, (None, 112, None, 14), 900, None, 3, V100_SOURCE),
-    Gpu("v100-32gb-pcie", "Tesla V100-PCIE-32GB", 31.73, (None, 112, None, 14), 900, None, 3, V100_SOURCE),
-    Gpu("t4", "Tesla T4, NVIDIA T4", 14.56, (None, 65, None, 8.1), 320, None, 3, f"{NVIDIA}tesla-t4/; no bf16"),
-    Gpu("rtx-3090", "NVIDIA GeForce RTX 3090, 3090", 23.55, (71, 71, 35.6, 35.6), 936, None, 4, AMPERE),
-    Gpu("rtx-4090", "NVIDIA GeForce RTX 4090, 4090", 23.52, (165.2, 165.2, 82.6, 82.6), 1008, None, 4, ADA),
-    Gpu("rtx-5090", "NVIDIA GeForce RTX 5090, 5090", 31.36, (209.5, 209.5, 104.8, 104.8), 1792, None, 5, BLACKWELL),
-    Gpu("rtx-6000-ada", "NVIDIA RTX 6000 Ada Generation", 47.4, (364.2, 364.2, 182.1, 91.1), 960, None, 4, ADA),
-    Gpu("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, "
-         "NVIDIA RTX PRO 6000 Blackwell Server Edition, rtx-pro-6000-blackwell", 94.97, (503.8, 503.8, 251.9, 125),
-         1792, None, 5, BLACKWELL),
-    Gpu("mi250x", "AMD Instinct MI250X", 63.98, (191.5, 191.5, None, 47.9), 1638, 200, 4,
-         "AMD Instinct MI250X data sheet, one of its two chips (a device of its own); vector fp32 halved"),
-    Gpu("mi300x", "AMD Instinct MI300X, AMD Instinct MI300X OAM", 191.69, (1307.4, 1307.4, 653.7, 163.4), 5300, 448,
-         5, "AMD Instinct MI300X data sheet"),
-    Gpu("h20-96gb", "NVIDIA H20, h20", 95.0, (148, 148, 74, 44), 4000, 450, 5, "NVIDIA H20 product brief"),
-    Gpu("h20-141gb", "NVIDIA H20-3e, h20-3e", 139.72, (148, 148, 74, 44), 4800, 450, 5, "NVIDIA H20 product brief"),
-    Gpu("h800", "NVIDIA H800, h800-80gb, h800-sxm", 79.14, H100_PEAKS, 3350, 200, 5, "H100's, NVLink 400 GB/s in all"),
-    Gpu("a800-80gb", "NVIDIA A800-SXM4-80GB, a800, a800-sxm", 79.14, A100_PEAKS, 2039, 200, 4,
-         "A100's, NVLink 400 GB/s in all"),
-    Gpu("a800-80gb-pcie", "NVIDIA A800 80GB PCIe, A800-PCIE-80GB", 79.14, A100_PEAKS, 1935, None, 4,
-         "NVIDIA A800 data sheet"),
-    Gpu("l20", "NVIDIA L20", 44.34, (119.5, 119.5, 59.8, 59.8), 864, None, 4, "NVIDIA L20 data sheet"),
-    Gpu("a30", "NVIDIA A30", 23.5, (165, 165, 82, 10.3), 933, None, 4, f"{NVIDIA}products/a30-gpu/"),
-    Gpu("rtx-a5000", "NVIDIA RTX A5000, a5000", 23.68, (111.1, 111.1, 55.6, 27.8), 768, None, 4, AMPERE),
-    Gpu("rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti, 2080ti", 10.75, (None, 53.8, None, 13.4), 616, None, 3,
-         "NVIDIA Turing GPU architecture whitepaper, appendix A; no bf16"),
-    Gpu("rtx-3060", "NVIDIA GeForce RTX 3060, 3060", 11.65, (25.6, 25.6, 12.8, 12.7), 360, None, 4, AMPERE),
-    Gpu("rtx-3070", "NVIDIA GeForce RTX 3070, 3070", 7.78, (40.6, 40.6, 20.3, 20.3), 448, None, 4, AMPERE),
-    Gpu("rtx-3080", "NVIDIA GeForce RTX 3080, 3080", 9.78, (59.5, 59.5, 29.8, 29.8), 760, None, 4, AMPERE),
-    Gpu("rtx-4060", "NVIDIA GeForce RTX 4060, 4060", 7.63, (30.2, 30.2, 15.1, 15.1), 272, None, 4, ADA),
-    Gpu("rtx-4060-ti-16gb", "rtx-4060-ti, 4060ti", 15.6, (44.1, 44.1, 22.1, 22.1), 288, None, 4, ADA),
-    Gpu("rtx-4070", "NVIDIA GeForce RTX 4070, 4070", 11.59, (58.3, 58.3, 29.1, 29.1), 504, None, 4, ADA),
-    Gpu("rtx-4070-ti-super", "NVIDIA GeForce RTX 4070 Ti SUPER", 15.59, (88.2, 88.2, 44.1, 44.1), 672, None, 4, ADA),
-    Gpu("rtx-4080", "NVIDIA GeForce RTX 4080, 4080", 15.59, (97.5, 97.5, 48.7, 48.7), 717, None, 4, ADA),
-    Gpu("rtx-5070", "NVIDIA GeForce RTX 5070, 5070", 11.5, (61.7, 61.7, 30.9, 30.9), 672, None, 5, BLACKWELL),
-    Gpu("rtx-5070-ti", "NVIDIA GeForce RTX 5070 Ti, 5070ti", 15.47, (87.9, 87.9, 43.9, 43.9), 896, None, 5, BLACKWELL),
-    Gpu("rtx-5080", "NVIDIA GeForce RTX 5080, 5080", 15.47, (112.6, 112.6, 56.3, 56.3), 960, None, 5, BLACKWELL),
-    Gpu("b300", "NVIDIA B300, b300-sxm", 267.6, (2250, 2250, 1125, 75), 8000, 900, 5, f"{NVIDIA}hgx/, halved"),
-    Gpu("gb200", "NVIDIA GB200", 184.2, (2500, 2500, 1250, 80), 8000, 900, 5, f"{NVIDIA}gb200-nvl72/, halved"),
-    Gpu("gb300", "NVIDIA GB300", 276.5, (2500, 2500, 1250, 80), 8000, 900, 5, f"{NVIDIA}gb300-nvl72/, halved"),
-    Gpu("gb10", "NVIDIA GB10, dgx-spark", 119.0, (125, 125, 62.5, 31), 273, None, 5,
-         "NVIDIA DGX Spark: 1 PFLOP/s in FP4 with sparsity, an eighth in bf16; memory shared with the host"),
-    Gpu("mi325x", "AMD Instinct MI325X", 255.69, (1307.4, 1307.4, 653.7, 163.4), 6000, 448, 5,
-         "AMD Instinct MI325X data sheet"),
-    Gpu("mi355x", "AMD Instinct MI355X", 287.69, (2516.6, 2516.6, None, 157.3), 8000, 537, 5,
-         "AMD Instinct MI355X data sheet"),
-)
-# fmt: on
-# Host memory per GPU in GiB, and a node that has it: of an instance type, the one with several GPUs and the least.
-_BOARD = 64, "our choice, a desktop board with two cards and 128 GiB"
-HOSTS = {
-    **dict.fromkeys(("h100-sxm", "h200", "b200"), (256, "AWS p5, p5en and p6-b200.48xlarge")),
-    **dict.fromkeys(("a100-40gb", "a100-80gb"), (144, "AWS p4d and p4de.24xlarge")),
-    "l40s": (96, "AWS g6e.12xlarge"),
-    **dict.fromkeys(("l4", "a10g", "t4"), (48, "AWS g6, g5 and g4dn.12xlarge")),
-    "v100-16gb": (61, "AWS p3.16xlarge"),
-    "v100-32gb": (96, "AWS p3dn.24xlarge"),
-    "mi300x": (231, "Azure ND96isr MI300X v5"),
-    "mi250x": (64, "a node of Frontier"),
-    **dict.fromkeys(("rtx-3060", "rtx-3070", "rtx-3080", "rtx-3090", "rtx-2080-ti"), _BOARD),
-    **dict.fromkeys(("rtx-4060", "rtx-4060-ti-16gb", "rtx-4070", "rtx-4070-ti-super", "rtx-4080", "rtx-4090"), _BOARD),
-    **dict.fromkeys(("rtx-5070", "rtx-5070-ti", "rtx-5080", "rtx-5090"), _BOARD),
-    "gb10": (119, "the GPU's memory is the host's"),
-}
+def _read_table() -> tuple[Gpu, ...]:
+    def number(text: str) -> float | None:
+        return (int(text) if text.isdigit() else float(text)) if text else None
+
+    gpus = []
+    for row in csv.DictReader(io.StringIO(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8"))):
+        bf16, fp16, tf32, fp32 = (number(row[dtype]) for dtype in DTYPES)
+        gpus.append(
+            Gpu(
+                name=row["name"],
+                other_names=row["other_names"],
+                memory_gib=float(row["memory_gib"]),
+                peak_tflops=(bf16, fp16, tf32, fp32),
+                memory_gb_per_second=number(row["memory_gb_per_second"]),
+                link_gb_per_second=number(row["link_gb_per_second"]),
+                pcie_generation=int(row["pcie_generation"]),
+                source=row["source"],
+                host=(int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None,
+            )
+        )
+    return tuple(gpus)
+
+
+GPUS = _read_table()
 _BY_KEY = {_key(name): gpu for gpu in GPUS for name in gpu.names}

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import ToolkitError, shown
+from toolkit.files.documents import LOADER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,54 +30,10 @@ class Alias:
     """True if the value may be several names with commas between them, which are words of their own here."""
 
 
-# TRL: SFTConfig, ScriptArguments, ModelConfig (1.16). axolotl: its YAML (0.19). LLaMA-Factory: its arguments (0.9.5).
-ALIASES = {
-    "assistant_only_loss": Alias(name="loss_on", values={"true": "assistant"}),
-    "base_model": Alias(name="model_name_or_path"),
-    "dataset_name": Alias(name="dataset"),
-    "dataset_num_proc": Alias(name="preprocessing_num_workers"),
-    "dataset_train_split": Alias(name="dataset_split"),
-    "evaluation_strategy": Alias(name="eval_strategy"),
-    "flash_attention": Alias(name="attn_implementation", values={"true": "flash_attention_2"}),
-    "lora_rank": Alias(name="lora_r"),
-    "lora_target": Alias(name="lora_target_modules", values=None, is_list=True),
-    "lr_scheduler": Alias(name="lr_scheduler_type"),
-    "max_length": Alias(name="max_seq_length"),
-    "micro_batch_size": Alias(name="per_device_train_batch_size"),
-    "model_revision": Alias(name="revision"),
-    "num_epochs": Alias(name="num_train_epochs"),
-    "optimizer": Alias(name="optim"),
-    "quantization_bit": Alias(name="load_in_4bit", values={"4": "true"}),
-    "sample_packing": Alias(name="packing"),
-    "train_on_inputs": Alias(name="loss_on", values={"true": "all", "false": "assistant"}),
-    "val_set_size": Alias(name="val_size"),
-    "warmup_ratio": Alias(name="warmup_steps"),  # transformers 5 reads a number below 1 as a fraction of all steps
-}
-
-# What to type for an argument that means something else here, or nothing.
-HINTS = {
-    "adapter": "`--lora_r 16` trains LoRA adapters; `--load_in_4bit true` with it is QLoRA",
-    "completion_only_loss": "the default for prompt/completion data; `--loss_on all` computes the loss on every token",
-    "config": "a YAML file of arguments goes first, without a flag: `-- config.yaml --max_steps 8`",
-    "cutoff_len": "`--max_seq_length`, which cuts the end of a row; cutoff_len shortens both prompt and answer",
-    "dataset_test_split": "`--eval_dataset NAME --eval_dataset_split SPLIT`",
-    "dtype": "compute is bf16 with fp32 master weights under every preset; `--bf16 false` computes in fp32",
-    **dict.fromkeys(("dry_run", "num_processes", "preset"), "an option of the toolkit goes before `--`"),
-    "finetuning_type": "`--lora_r 16` trains LoRA adapters; without it, all weights are trained",
-    "flash_attn": "`--attn_implementation flash_attention_2`, or sdpa",
-    "interleave_probs": "`--dataset_weights 0.7 0.3`, one number for each data set of `--dataset`",
-    "load_in_8bit": "`--load_in_4bit true` is the quantization that is supported, with `--lora_r`",
-    "max_samples": "cut the data file, or name a part of a hub data set: `--dataset_split 'train[:1000]'`",
-    "model": "the base model is `--model_name_or_path`",
-    "num_processes": "an option of the toolkit goes before `--`: `toolkit train --num-processes 2 -- ...`",
-    "output": "the run folder is `--output_dir`",
-    "preset": "an option of the toolkit goes before `--`: `toolkit train --preset zero2 -- ...`",
-    "sequence_len": "`--max_seq_length`, which truncates longer rows; axolotl drops them",
-    "stage": "this script does supervised fine-tuning; for preference training, use a preset with TRL",
-    "template": "the model's own chat template is used; `--chat_template FILE` replaces it",
-    "torch_dtype": "compute is bf16 with fp32 master weights under every preset; `--bf16 false` computes in fp32",
-    "use_peft": "leave it out: `--lora_r 16` alone trains LoRA adapters (TRL's default rank is 16)",
-}
+_TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=LOADER)
+ALIASES = {word: Alias(**fields) for word, fields in _TABLES["aliases"].items()}
+HINTS: dict[str, str] = _TABLES["hints"]
+"""What to type for an argument that means something else here, or nothing."""
 
 
 def canonical_values(values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:

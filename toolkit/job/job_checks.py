@@ -205,7 +205,6 @@ def missing_packages(job: Job, *, on_cpu: bool) -> list[ToolkitError]:
 
 
 def _missing_compiler(compilation: Compilation | None, *, on_cpu: bool) -> ToolkitError | None:
-    """Return an error if this node lacks what inductor generates code with: g++ for a CPU, Triton for a GPU."""
     if compilation is None or compilation.backend != DEFAULT_BACKEND:
         return None
     if not on_cpu:

@@ -43,7 +43,6 @@ def check_trainer_arguments(job: Job) -> None:
 
 
 def _check_steps(job: Job) -> None:
-    """Steps between two logs, evaluations or saves: a whole number, or a fraction of all steps."""
     for kind in ("logging", "save", "eval"):
         steps = job.value(f"{kind}_steps")
         if job.value(f"{kind}_strategy") != "steps" or (kind == "eval" and not steps):
@@ -84,7 +83,6 @@ def _check_best_model(job: Job) -> None:
 
 
 def _check_evaluated_saves(job: Job) -> None:
-    """`--load_best_model_at_end` needs an evaluation at each save."""
     saves, evaluations = job.save_strategy, job.eval_strategy
     if saves != evaluations:
         raise ToolkitError(

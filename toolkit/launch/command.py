@@ -1,8 +1,8 @@
 """The command that starts a run, and its environment: built once, then printed, executed and recorded.
 
 >>> from toolkit.presets import load_preset
->>> command = launch_command(load_preset("ddp"), num_processes=2, training_argv=["--max_steps", "8"], cpu=True)
->>> command.argv[-4:]
+>>> options = TrainOptions(preset="ddp", num_processes=2, training_arguments=("--max_steps", "8"), cpu=True)
+>>> command_of(options, load_preset("ddp")).argv[-4:]
 ['-m', 'toolkit.train', '--max_steps', '8']
 
 A run is started with `inherited_environment() | run_environment(...)`. `accelerate launch` then adds
@@ -97,31 +97,50 @@ def command_of(
     resume_from: Path | None = None,
     observer_words: Sequence[str] = ("--complete-saves", "--stop-on-signal"),
 ) -> LaunchCommand:
-    """Build the launch command of a run; `resume_from` is a converted copy of the checkpoint that the options name.
+    """Build the command that starts all ranks of a run on this node.
 
-    Somebody's script runs observed in `output_dir`, with `observer_words`.
+    Its arguments are what everybody may read: secrets are in its environment. `resume_from` is a converted copy of the
+    checkpoint that the options name. Somebody's script runs observed in `output_dir`, with `observer_words`.
     """
-    program, added = ["-m", "toolkit.train"], dict[str, str]()
-    if options.runs_script:
-        target = ["-m", str(options.module)] if options.script is None else [options.script]
-        own = ["--output-dir", str(options.output_dir), "--require", options.preset]
-        own += [f"--allow={reading}" for reading in options.allow]
-        program = ["-m", "toolkit.observe", *own, *observer_words, *target]
-        if options.max_restarts or resume_from is not None:
-            added[RESUME_VARIABLE] = str(resume_from or "")
-    resume = () if resume_from is None or options.runs_script else ("--resume_from_checkpoint", str(resume_from))
-    command = launch_command(
-        preset,
-        num_processes=options.world_size(preset),
-        training_argv=[*options.training_arguments, *resume],
-        cpu=options.on_cpu,
+    words = [*options.training_arguments]
+    program = script_program(options, observer_words) if options.runs_script else ["-m", "toolkit.train"]
+    variables: dict[str, Any] = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: options.hang_timeout_minutes}
+    if options.ranks_per_gpu > 1 or RANKS_PER_GPU_VARIABLE in os.environ:
+        variables[RANKS_PER_GPU_VARIABLE] = options.ranks_per_gpu
+    added = {name: str(value) for name, value in variables.items() if value is not None}
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
+    if options.runs_script and (options.max_restarts or resume_from is not None):
+        added[RESUME_VARIABLE] = str(resume_from or "")
+    elif resume_from is not None:
+        words += ["--resume_from_checkpoint", str(resume_from)]
+    world_size, run_id = options.world_size(preset), new_run_id()
+    shown_argv, secrets = separate_secrets(words)
+    selected, script = accelerate_options(preset, world_size=world_size), [*program, *shown_argv]
+    port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
+    launcher = ["-m", "accelerate.commands.launch", *selected, *port]
+    if not preset.traits.needs_launcher and not options.runs_script:
+        launcher = []  # it would import torch to set this rank's environment, and wait: 2 CPU-seconds and 150 MiB
+    environment = run_environment(preset, world_size=world_size, cpu=options.on_cpu, run_id=run_id)
+    return LaunchCommand(
+        preset=preset,
+        num_processes=world_size,
+        program=tuple(program),
+        training_argv=shown_argv,
+        argv=[sys.executable, *launcher, *script],
+        environment=environment | secrets | added,
+        shown=" ".join([*assignments, shlex.join(["accelerate", "launch", *selected, *script])]),
+        run_id=run_id,
         nvme_path=nvme_path,
-        hang_timeout_minutes=options.hang_timeout_minutes,
-        program=program,
-        ranks_per_gpu=options.ranks_per_gpu,
+        resume_command=resume_command(options, preset) if options.runs_script else None,
     )
-    resumes = resume_command(options, preset) if options.runs_script else None
-    return replace(command, environment=command.environment | added, resume_command=resumes)
+
+
+def script_program(options: TrainOptions, observer_words: Sequence[str]) -> list[str]:
+    """Return the words that run somebody's script observed."""
+    target = ["-m", str(options.module)] if options.script is None else [options.script]
+    required = ["--output-dir", str(options.output_dir), "--require", options.preset]
+    required += [f"--allow={reading}" for reading in options.allow]
+    return ["-m", "toolkit.observe", *required, *observer_words, *target]
 
 
 def resume_command(options: TrainOptions, preset: PresetSpec) -> str:
@@ -129,47 +148,6 @@ def resume_command(options: TrainOptions, preset: PresetSpec) -> str:
     words = ["toolkit", "train", "--preset", options.preset, "--num-processes", str(options.world_size(preset))]
     words += [*["--cpu"] * options.on_cpu, "--output-dir", str(options.output_dir), "--resume", *target, "--"]
     return shlex.join([*words, *separate_secrets(options.training_arguments)[0]])
-
-
-def launch_command(
-    preset: PresetSpec,
-    *,
-    num_processes: int,
-    training_argv: Sequence[str],
-    cpu: bool,
-    nvme_path: Path | None = None,
-    hang_timeout_minutes: float | None = None,
-    program: Sequence[str] = ("-m", "toolkit.train"),
-    ranks_per_gpu: int = 1,
-) -> LaunchCommand:
-    """Build the command that starts `num_processes` ranks of a program on this node.
-
-    Its arguments are what everybody may read: secrets are in its environment.
-    """
-    shown_argv, secrets = separate_secrets(training_argv)
-    options = accelerate_options(preset, world_size=num_processes)
-    script = [*program, *shown_argv]
-    port = ["--num_machines", "1", "--main_process_port", "0"]  # 0: any free port
-    launcher = ["-m", "accelerate.commands.launch", *options, *port]
-    if not preset.traits.needs_launcher and tuple(program[:2]) == ("-m", "toolkit.train"):
-        launcher = []  # it would import torch to set this rank's environment, and wait: 2 CPU-seconds and 150 MiB
-    run_id = new_run_id()
-    variables: dict[str, Any] = {NVME_PATH_VARIABLE: nvme_path, HANG_TIMEOUT_VARIABLE: hang_timeout_minutes}
-    if ranks_per_gpu > 1 or RANKS_PER_GPU_VARIABLE in os.environ:
-        variables[RANKS_PER_GPU_VARIABLE] = ranks_per_gpu
-    added = {name: str(value) for name, value in variables.items() if value is not None}
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
-    return LaunchCommand(
-        preset=preset,
-        num_processes=num_processes,
-        program=tuple(program),
-        training_argv=shown_argv,
-        argv=[sys.executable, *launcher, *script],
-        environment=run_environment(preset, world_size=num_processes, cpu=cpu, run_id=run_id) | added | secrets,
-        shown=" ".join([*assignments, shlex.join(["accelerate", "launch", *options, *script])]),
-        run_id=run_id,
-        nvme_path=nvme_path,
-    )
 
 
 def inherited_environment() -> dict[str, str]:

@@ -42,7 +42,7 @@ from toolkit.observe.script_file import bf16_switched_off, cannot_resume, check_
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
-from toolkit.record.attempts import check_start, restart_record, start_attempt
+from toolkit.record.attempts import Reuse, check_start, restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
 from toolkit.record.folder import RunFolder, start_facts
 from toolkit.record.heartbeat import read_heartbeats
@@ -83,8 +83,8 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
         return _prepare_script(options, preset, on_message)
     run = check_job(
         preset,
+        Job.from_argv(options.training_arguments),
         num_processes=options.world_size(preset),
-        training_argv=options.training_arguments,
         cpu=options.on_cpu,
         gpus=None if options.gpu is None else options.world_size(preset),
         ranks_per_gpu=options.ranks_per_gpu,
@@ -105,7 +105,6 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
 
 
 def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Callable[[str], None]) -> PreparedRun:
-    """Check what can be known of somebody's script, and build its launch command."""
     processes = options.world_size(preset)
     gpus = None if options.on_cpu else count_gpus()
     check_process_count(processes, gpus=gpus, preset=preset, ranks_per_gpu=options.ranks_per_gpu)
@@ -134,7 +133,6 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
 
 
 def _script_checkpoint(folder: RunFolder, run: TrainingRun) -> Path:
-    """Return the newest complete checkpoint of a script's run. Raises ToolkitError if none can be resumed here."""
     ended = (folder.read_run() or {}).get("status") == status.COMPLETED or (folder.path / "training-2").exists()
     if ended or (checkpoint := latest_complete(folder.checkpoints)) is None:
         why = "its first training has ended" if ended else "no complete checkpoint is there"
@@ -145,7 +143,6 @@ def _script_checkpoint(folder: RunFolder, run: TrainingRun) -> Path:
 
 
 def _unused_folder(name: str) -> Path:
-    """Return `runs/NAME`, or the first of `runs/NAME-2`, `runs/NAME-3` and so on that holds no run yet."""
     for number in itertools.count(1):
         folder = RunFolder(Path("runs") / (name if number == 1 else f"{name}-{number}"))
         with contextlib.suppress(ToolkitError):
@@ -177,6 +174,8 @@ def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Cal
             nvme=prepared.nvme,
             plan=plan,
             on_line=on_message,
+            reuse="resume" if prepared.options.resume else reuse_folder(prepared.run.job),
+            resumes=prepared.run.job.resumes,
         )
     finally:
         if prepared.converted is not None:  # the next resume starts from a checkpoint of the run again
@@ -191,9 +190,10 @@ def run_training(
     on_line: Callable[[str], None],
     nvme: NvmeDisk | None = None,
     plan: dict[str, Any] | None = None,
-    overwrite: bool = False,
+    reuse: Reuse = "never",
+    resumes: bool = False,
 ) -> RunResult:
-    """Train in `output_dir`, with as many restarts as the options allow; `overwrite` gives up a run that is there.
+    """Train in `output_dir`, with as many restarts as the options allow; `resumes` if the job names a checkpoint.
 
     Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
     """
@@ -202,9 +202,8 @@ def run_training(
         if (lock := folder.hold()) is not None:
             at_the_end.callback(os.close, lock)
         started, restarts = time.monotonic(), Restarts(folder, options.max_restarts)
-        job = Job(output_dir=str(output_dir)) if command.runs_script else Job.from_argv(command.training_argv)
         attempt = command
-        start_attempt(folder, "overwrite" if overwrite else "resume" if options.resume else reuse_folder(job))
+        start_attempt(folder, reuse)
         add_moment(folder.timeline, LAUNCH)
         folder.update_run(
             status=status.RUNNING,
@@ -229,7 +228,7 @@ def run_training(
                 break
             on_line(restart)
             # A checkpoint that the job names counts until the run has one of its own.
-            starts_over = job.resumes and latest_complete(folder.path) is None
+            starts_over = resumes and latest_complete(folder.path) is None
             attempt = command.again(resumes=not starts_over, checkpoint=restarts.checkpoint)
             folder.update_run(status=status.RUNNING, exit_code=None, launcher_pid=os.getpid(), command=attempt.shown)
         add_moment(folder.timeline, ENDED)

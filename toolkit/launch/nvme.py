@@ -23,7 +23,6 @@ from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_o
 from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.launch.command import NVME_PATH_VARIABLE
-from toolkit.presets.shard_bytes import zero_block
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import gib
 
@@ -95,7 +94,7 @@ def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
 
     Raises ToolkitError where no disk is given, or the preset's file fixes one.
     """
-    blocks = nvme_blocks(zero_block(preset))
+    blocks = nvme_blocks(preset.zero_block)
     if not blocks:
         return None
     for name, block in blocks.items():
@@ -156,7 +155,7 @@ def needed_bytes(preset: PresetSpec, job: Job, *, cpu: bool) -> int | None:
     if not files:
         return None
     params = sum(tensor.elements for file in files for tensor in read_header(file).values())
-    blocks = nvme_blocks(zero_block(preset))
+    blocks = nvme_blocks(preset.zero_block)
     trained = 0 if job.is_lora else params  # adapters are small beside their base
     optimizer = trained * (OPTIMIZER_BYTES + GRADIENT_BYTES) if "offload_optimizer" in blocks else 0
     held = params * (PARAM_BYTES_CPU if cpu else PARAM_BYTES_GPU) if "offload_param" in blocks else 0

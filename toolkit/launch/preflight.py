@@ -55,9 +55,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 def check_job(
     preset: PresetSpec,
+    job: Job,
     *,
     num_processes: int,
-    training_argv: Sequence[str],
     cpu: bool,
     gpus: int | None = None,
     nodes: int = 1,
@@ -73,7 +73,6 @@ def check_job(
     if here and not cpu:
         gpus = count_gpus()
     check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes, ranks_per_gpu=ranks_per_gpu)
-    job = Job.from_argv(training_argv)
     check_required(job, ("model_name_or_path", "dataset"))
     warnings = check_arguments(job, preset, num_processes=num_processes, on_cpu=cpu, here=here)
     revision = job.revision if "revision" in job.given else None

@@ -186,7 +186,6 @@ def _is_reader(file: str) -> bool:
 
 
 def _reader(frame: FrameType | None) -> str:
-    """Return the innermost line outside torch, as file:line."""
     while frame is not None and not _is_reader(frame.f_code.co_filename):
         frame = frame.f_back
     return "an unknown line" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)

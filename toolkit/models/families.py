@@ -86,7 +86,6 @@ def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any
 
 
 def _types(values: Values) -> set[tuple[str, Any]]:
-    """The architectures of a configuration and of its parts."""
     return {
         (path, name) for path, name in scalars(values).items() if path.endswith("model_type") and "vision" not in path
     }

@@ -22,9 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import parse_json, read_json, read_json_object
+from toolkit.files.documents import LOADER, parse_json, read_json, read_json_object
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
@@ -38,6 +40,9 @@ from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
+MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
+    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
+)
 COUNTING_SECONDS = 300
 COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
 REFUSED = "refused: "
@@ -339,7 +344,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     name = hub_id(model)
     if known and name in known_models():
-        if re.search(WORDS_OF_KIND["an embedding model"], name.lower()):
+        if re.search(MODEL_TYPES["words_of_hub_ids"]["an embedding model"], name.lower()):
             _say_once(
                 f"{model}: planned as a language model, with head and logits; a loss of embeddings is not planned"
             )
@@ -351,7 +356,9 @@ def config_path(model: str, *, known: bool = True) -> Path:
     try:
         return download_config(name)
     except ToolkitError as error:
-        if kind := next((kind for kind, words in WORDS_OF_KIND.items() if re.search(words, name.lower())), None):
+        if kind := next(
+            (kind for kind, words in MODEL_TYPES["words_of_hub_ids"].items() if re.search(words, name.lower())), None
+        ):
             raise _no_decoder(f"{name}, by its name,", kind) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
         # a typing error changes no number: with another one it is another size or generation
@@ -413,8 +420,8 @@ def _no_decoder(what: str, kind: str) -> ToolkitError:
 
 def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:
     """What a configuration describes that is no causal language model; None where nothing says so."""
-    for kind, types_of_kind in NO_DECODERS.items():
-        if model_type in types_of_kind and not values.get("is_decoder"):
+    for kind, types_of_kind in MODEL_TYPES["no_decoders"].items():
+        if model_type in types_of_kind.split() and not values.get("is_decoder"):
             return kind
     classes = values.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and classes else ""
@@ -429,65 +436,12 @@ def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-NO_DECODERS = {
-    "an encoder": (
-        *("albert", "bert", "big_bird", "camembert", "canine", "convbert", "data2vec-text", "deberta", "deberta-v2"),
-        *("distilbert", "electra", "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "layoutlm"),
-        *("layoutlmv3", "longformer", "luke", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert"),
-        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod", "esmc", "fnet", "jina_embeddings_v3", "modernvbert", "mra", "nystromformer"),
-        *("perceiver", "splinter", "tapas", "yoso"),
-    ),
-    "an encoder with a decoder": (
-        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5", "m2m_100", "marian"),
-        *("mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers"),
-        *("t5", "t5gemma", "t5gemma2", "umt5"),
-    ),
-    "a model of sound": (
-        *("hubert", "moonshine", "parakeet_ctc", "seamless_m4t", "speech_to_text", "wav2vec2", "wavlm", "whisper"),
-        *("audioflamingo3", "canary", "cohere_asr", "data2vec-audio", "dia", "glmasr", "granite_speech", "lasr_ctc"),
-        *("kyutai_speech_to_text", "moonshine_streaming", "moss_transcribe_diarize", "musicflamingo", "pop2piano"),
-        *("qwen2_5_omni", "qwen3_omni_moe"),
-        *("qwen2_audio", "qwen3_asr", "seamless_m4t_v2", "sew", "sew-d", "speecht5", "unispeech", "unispeech-sat"),
-        *("vibevoice", "vibevoice_asr", "voxtral", "voxtral_realtime", "wav2vec2-bert", "wav2vec2-conformer"),
-    ),
-    "a model of images": (
-        *("beit", "clip", "convnext", "deit", "detr", "dinov2", "dinov3_vit", "segformer", "siglip", "siglip2", "swin"),
-        *("vit", "vit_mae", "depth_anything", "dpt", "grounding-dino", "mask2former", "owlv2", "owlvit", "resnet"),
-        *("rt_detr", "sam", "sam2", "sam3", "yolos"),
-    ),
-}
-
-
-# Words of a hub id that cannot be read.
-WORDS_OF_KIND = {
-    "an encoder with a decoder": r"\b(flan|m|u?m|byt|code|long)?t5|\bbart|pegasus|nllb",
-    "a model of sound": r"whisper|wav2vec|parakeet|voxtral|omni",
-    "an embedding model": r"embed|\bbge-|\bgte-|\be5-|minilm|mpnet",
-    "an encoder": r"bert",
-}
-
-
 def _known() -> str:
     return ", ".join(types_with_formulas())
 
 
-# Architectures without formulas whose planned tensors `tests/models/test_checked_counts.py` compares with those that
-# transformers builds, and peft adds, on the meta device, as it does for all with formulas.
-DENSE = (
-    *("apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cwm", "diffllama", "doge", "ernie4_5"),
-    *("exaone4", "falcon", "gemma4_text", "glm", "glm4", "gpt_bigcode", "gptj", "helium", "hunyuan_v1_dense"),
-    *("internlm3", "lfm2", "ministral", "ministral3", "mpt", "nanochat", "nemotron", "olmo3", "olmo_hybrid"),
-    *("persimmon", "qwen3_5_text", "recurrent_gemma", "seed_oss", "starcoder2", "vaultgemma", "xglm", "youtu"),
-)
-MIXTURES_WITH_ADAPTED_EXPERTS = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
-    *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax"),
-    *("minimax_m2", "olmoe", "qwen3_next", "solar_open"),
-)
-MIXTURES_WITH_FROZEN_EXPERTS = (
-    *("axk1", "deepseek_v4", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hy_v3", "jamba", "jetmoe"),
-    *("kimi_linear", "laguna", "llama4_text", "mimo_v2_flash", "minimax_m3_vl_text", "phimoe", "qwen3_5_moe_text"),
+DENSE, MIXTURES_WITH_ADAPTED_EXPERTS, MIXTURES_WITH_FROZEN_EXPERTS = (
+    tuple(names.split()) for names in MODEL_TYPES["checked"].values()
 )
 # `tests/fixtures/quantized_bytes.json`: bytes that bitsandbytes held.
 QUANTIZED = ("gemma2", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")

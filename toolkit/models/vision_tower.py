@@ -79,7 +79,6 @@ def forward_operations(shape: ModelShape) -> int:
 
 
 def _divided(shape: ModelShape) -> tuple[list[Layer], Layer]:
-    """The tensors of each block, and those outside of blocks."""
     blocks: dict[str, list[Tensor]] = {}
     for tensor in filter(is_of_images, shape.outer):
         match = BLOCK.search(tensor.name)

@@ -312,7 +312,6 @@ def _is_among(key: str, names: Collection[str]) -> bool:
 
 
 def _option(key: str) -> str | None:
-    """The option of `toolkit plan` that a setting decides."""
     return next((option for option, names in _tables()[0].items() if _is_among(key, names)), None)
 
 
@@ -411,7 +410,6 @@ def _held(source: _Source) -> str:
 
 
 def _in_8bit(source: _Source) -> bool:
-    """Return True for adapters on a base in bitsandbytes' 8 bits."""
     values, conversion = source.values, source.conversion
     bits = str(values.get("quantization_bit")) == "8" and values.get("quantization_method", "bnb") in ("bnb", "BNB")
     has_adapters = conversion is not None and "lora_r" in conversion.arguments

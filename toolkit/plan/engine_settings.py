@@ -12,7 +12,6 @@ from toolkit.engines.engine import SUB_GROUP, EngineSettings
 from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero import bf16_keys
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.presets.shard_bytes import persistence_threshold, zero_block
 from toolkit.presets.spec import PresetSpec
 
 # DeepSpeed's defaults, in elements.
@@ -63,7 +62,7 @@ def engine_settings(
 
 
 def _zero_settings(preset: PresetSpec, hidden_size: int, library_buckets: bool) -> dict[str, Any]:
-    zero, full, square = zero_block(preset), preset.shards_parameters, hidden_size * hidden_size
+    zero, full, square = preset.zero_block, preset.shards_parameters, hidden_size * hidden_size
     if library_buckets:
         zero = {key: value for key, value in zero.items() if value != "auto"}
 
@@ -78,7 +77,7 @@ def _zero_settings(preset: PresetSpec, hidden_size: int, library_buckets: bool) 
         # ZeRO-3 has a single buffer: the next bucket fills it while the last one is reduced.
         "num_reduce_buckets": 2 if overlaps and not full else 1,
         "prefetch_bucket": setting("stage3_prefetch_bucket_size", int(0.9 * square), PREFETCH_BUCKET),
-        "persistence_threshold": persistence_threshold(preset, hidden_size=hidden_size),
+        "persistence_threshold": preset.persistence_threshold(hidden_size=hidden_size),
         "reuse_distance": setting("stage3_max_reuse_distance", REUSE_DISTANCE, REUSE_DISTANCE),
         "live_parameters": setting("stage3_max_live_parameters", LIVE_PARAMETERS, LIVE_PARAMETERS),
         "sub_group": setting("sub_group_size", SUB_GROUP, SUB_GROUP),

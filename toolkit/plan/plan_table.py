@@ -233,7 +233,6 @@ def _short(speed: float) -> str:
 
 
 def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
-    """Steps, hours and dollars of each plan that may fit."""
     assert answer.cost.work is not None
     yield f"To finish {answer.cost.work.text}, without loading, evaluation and saving; {EXPECT}:"
     rows = []
@@ -246,7 +245,6 @@ def _finish_lines(plans: Sequence[Plan], answer: PlanAnswer) -> Iterator[str]:
 
 
 def _part_lines(plan: Plan) -> Iterator[str]:
-    """The parts of a plan at the peak of each phase, and what else it needs."""
     memory, peak, host = plan.memory, plan.memory.peak, plan.memory.host
     yield f"`{plan.preset.name}`, {plan.world_size} x {plan.request.gpu.name}, {plan.settings}: GiB by phase, rank 0"
     rows = [["", *(phase.phase for phase in memory.phases)]]

@@ -36,7 +36,6 @@ from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
 from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
-from toolkit.presets.shard_bytes import zero_block
 from toolkit.presets.spec import PresetSpec, default_accumulate
 from toolkit.presets.support import check_supported
 from toolkit.units import GIB
@@ -431,7 +430,7 @@ class TrainingSetup:
     @property
     def zero_block(self) -> dict[str, Any]:
         """The `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
-        return zero_block(self.preset)
+        return self.preset.zero_block
 
     @cached_property
     def weights(self) -> JobWeights:

@@ -268,7 +268,6 @@ def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
 
 
 def _on_gpus(request: PlanRequest, preset: PresetSpec, world_size: int) -> RecommendRequest:
-    """The request for one preset on one number of GPUs."""
     job = _job_of(request, preset)
     values = {field.name: getattr(request, field.name) for field in fields(PlannedModel)} | {"job": job}
     rows = _global_batch_size(request, world_size)

@@ -109,7 +109,6 @@ def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
 
 
 def _trl_arguments(job: PlannedJob) -> dict[str, str]:
-    """The arguments of TRL's own scripts for a planned job."""
     method = job.method
     values: dict[str, Any] = {"dataset_name": "DATASET"}
     values |= {name: job.value(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}

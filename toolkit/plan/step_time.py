@@ -288,7 +288,6 @@ def speed_row(speed: StepTime | None) -> dict[str, Any]:
 
 
 def _wider(setup: TrainingSetup, interconnect: Interconnect, *, launch_bound: bool) -> Iterator[str]:
-    """What widens an interval, as `WIDER` has it."""
     preset, gpu = setup.preset, interconnect.gpu
     if not _has_published_rows(interconnect):
         yield "a GPU without published rows"

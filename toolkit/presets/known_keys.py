@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import ToolkitError, did_you_mean, shown
-from toolkit.files.documents import unexpected
-from toolkit.parallel.layout import DIMENSIONS, PARALLEL_KEY
+from toolkit.files.documents import LOADER, unexpected
+from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -85,135 +87,43 @@ PARALLEL = ValueType(
     lambda value: isinstance(value, list) and all(name in DIMENSIONS for name in value),
 )
 
-Types = Mapping[str, ValueType]
 PRECISIONS = ("no", "fp16", "bf16")
 FP8_HINT = "presets have no `fp8`: `toolkit plan --fp8` plans torchao's beside a bf16 preset"
-
-
-def _blocks(tables: Mapping[str, Mapping[ValueType, str]]) -> dict[str, Types]:
-    """Return block to key to type, from block to type to keys."""
-    return {
-        block: {key: kind for kind, keys in table.items() for key in keys.split()} for block, table in tables.items()
-    }
-
-
-_OFFLOAD = {
-    one_of(*OFFLOAD_DEVICES): "device",
-    or_null(TEXT): "nvme_path",
-    or_auto(COUNT): "buffer_count",
-    or_auto(SWITCH): "pin_memory",
+KINDS = {
+    **{"switch": SWITCH, "text": TEXT, "settings": SETTINGS, "count": COUNT, "degree": DEGREE, "whole": WHOLE},
+    **{"number": NUMBER, "block": BLOCK, "nothing": NOTHING, "anything": ANYTHING, "stage": STAGE},
+    **{"reshard": RESHARD, "parallel": PARALLEL, "device": one_of(*OFFLOAD_DEVICES), "stage number": one_of(*STAGES)},
+    "precision": ValueType("no, fp16 or bf16", PRECISIONS.__contains__, FP8_HINT),
+    "machine": one_of("LOCAL_MACHINE"),
+    "wrap policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "state dict": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
+    "fsdp version": one_of(2, 1, "2", "1"),
 }
-# Dotted name of each block that is checked to its keys, outer blocks first.
-ACCELERATE_BLOCKS = _blocks(
-    {
-        "": {
-            or_null(one_of("LOCAL_MACHINE")): "compute_environment",
-            TEXT: "distributed_type",
-            or_null(ValueType("no, fp16 or bf16", PRECISIONS.__contains__, FP8_HINT)): "mixed_precision",
-            or_null(BLOCK): "deepspeed_config dynamo_config fsdp_config parallelism_config",
-            or_null(COUNT): "machine_rank main_process_port num_machines num_processes",
-            or_null(SWITCH): "debug enable_cpu_affinity same_network use_cpu",
-            or_null(TEXT): "gpu_ids main_training_function rdzv_backend",
-            or_null(either(TEXT, COUNT)): "main_process_ip",  # 0 is the node itself
-            # `accelerate config` writes the rest for every engine, empty or off; `'no'` is off.
-            or_null(either(SWITCH, TEXT)): "downcast_bf16",
-            NOTHING: "command_file commands fp8_config megatron_lm_config mpirun_config tpu_env tpu_name"
-            " tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone",
-        },
-        "deepspeed_config": {
-            PARALLEL: PARALLEL_KEY,
-            or_null(SETTINGS): "deepspeed_config_file",
-            or_null(TEXT): "deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter"
-            " deepspeed_moe_layer_cls_names deepspeed_multinode_launcher offload_optimizer_nvme_path"
-            " offload_param_nvme_path",
-            or_null(one_of(*OFFLOAD_DEVICES)): "offload_optimizer_device offload_param_device",
-            or_null(SWITCH): "zero3_init_flag zero3_save_16bit_model",
-            or_auto(DEGREE): "gradient_accumulation_steps",
-            or_auto(NUMBER): "gradient_clipping",
-            one_of(*STAGES): "zero_stage",
-        },
-        "fsdp_config": {
-            PARALLEL: PARALLEL_KEY,
-            SWITCH: "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
-            " fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_offload_params fsdp_sync_module_states"
-            " fsdp_use_orig_params",
-            # For FSDP1, which presets do not use, the last of these and the next are numbers or a strategy.
-            or_null(TEXT): "fsdp_ignored_modules fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch",
-            either(TEXT, COUNT): "fsdp_sharding_strategy",
-            RESHARD: "fsdp_reshard_after_forward",
-            one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"): "fsdp_auto_wrap_policy",
-            one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"): "fsdp_state_dict_type",
-            COUNT: "fsdp_min_num_params",
-            or_null(one_of(2, 1, "2", "1")): "fsdp_version",
-        },
-        "parallelism_config": {
-            TEXT: "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend"
-            " parallelism_config_sp_attn_implementation",
-            DEGREE: "parallelism_config_cp_size parallelism_config_dp_replicate_size parallelism_config_dp_shard_size"
-            " parallelism_config_sp_size parallelism_config_tp_size",
-            or_null(either(COUNT, TEXT)): "parallelism_config_sp_seq_length",
-            SWITCH: "parallelism_config_sp_seq_length_is_variable",
-        },
+"""Types by their names in `known_keys.yaml`, which adds `or null`, `or auto`, and `or` another of them."""
+Types = Mapping[str, ValueType]
+
+
+def _kind(words: str) -> ValueType:
+    name, *others = words.split(" or ")
+    kind = KINDS[name]
+    for other in others:
+        kind = or_null(kind) if other == "null" else or_auto(kind) if other == "auto" else either(kind, KINDS[other])
+    return kind
+
+
+def _read_blocks() -> dict[str, dict[str, Types]]:
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    return {
+        program: {
+            block: {key: kind for words, keys in table.items() for kind in [_kind(words)] for key in keys.split()}
+            for block, table in blocks.items()
+        }
+        for program, blocks in yaml.load(text, Loader=LOADER).items()
     }
-)
-DEEPSPEED_BLOCKS = _blocks(
-    {
-        # Without the keys that DeepSpeed 0.19.8 removed and rejects (`elasticity`, `amp`, ...).
-        "": {
-            BLOCK: "activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger compile csv_monitor"
-            " data_efficiency data_types flops_profiler fp16 hybrid_engine optimizer pipeline scheduler"
-            " tensor_parallel tensorboard timers torch_autocast wandb zero_optimization",
-            SWITCH: "dataloader_drop_last disable_allgather dump_state memory_breakdown prescale_gradients"
-            " use_data_before_expert_parallelism wall_clock_breakdown zero_allow_untested_optimizer"
-            " zero_force_ds_cpu_optimizer",
-            or_auto(DEGREE): "gradient_accumulation_steps train_batch_size train_micro_batch_size_per_gpu",
-            or_auto(NUMBER): "gradient_clipping",
-            NUMBER: "gradient_predivide_factor",
-            or_null(NUMBER): "steps_per_print",
-            or_null(TEXT): "communication_data_type seq_parallel_communication_data_type",
-            ANYTHING: "datastates_ckpt disable_python_gc expert_parallel gradient_allreduce_op log_level"
-            " managed_gradient_accumulation vocabulary_size weight_quantization",
-        },
-        # Deprecated spellings (`cpu_offload`, ...) are left out: the toolkit reads only the current ones.
-        "zero_optimization": {
-            or_auto(SWITCH): "allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint"
-            " enable_sanity_checks ignore_unused_parameters legacy_stage1 load_from_fp32_weights"
-            " log_trace_cache_warnings memory_efficient_linear override_module_apply parameter_alignment"
-            " pipeline_loading_checkpoint reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory"
-            " stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save"
-            " stage3_use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce",
-            or_null(or_auto(SWITCH)): "overlap_comm",
-            # Not `auto`: they decide which preset this is.
-            SWITCH: "zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights",
-            DEGREE: "zero_hpz_partition_size",
-            STAGE: "stage",
-            or_auto(DEGREE): "reduce_bucket_size",
-            or_auto(COUNT): "allgather_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"
-            " stage3_model_persistence_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size"
-            " sub_group_size",
-            or_auto(WHOLE): "stage3_module_granularity_threshold",
-            or_null(BLOCK): "offload_optimizer offload_param zenflow",
-            BLOCK: "leaf_module",
-        },
-        "zero_optimization.offload_optimizer": {
-            **_OFFLOAD,
-            or_auto(SWITCH): "fast_init pipeline_read pipeline_write super_offload",
-            or_auto(NUMBER): "cpuadam_cores_perc ratio",
-        },
-        "zero_optimization.offload_param": {**_OFFLOAD, or_auto(COUNT): "buffer_size max_in_cpu"},
-        # `auto_cast` and the loss scale exist for fp16 only.
-        "bf16": {
-            or_auto(SWITCH): "enabled",
-            SWITCH: "bf16_master_weights_and_grads bf16_optimizer_states",
-            ANYTHING: "check_grad_overflow immediate_grad_update",
-        },
-        "fp16": {
-            or_auto(SWITCH): "enabled",
-            ANYTHING: "auto_cast consecutive_hysteresis fp16_master_weights_and_grads hysteresis initial_scale_power"
-            " loss_scale loss_scale_window min_loss_scale",
-        },
-    }
-)
+
+
+ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS = _read_blocks().values()
+"""Dotted name of each block that is checked to its keys -> key -> type."""
 
 
 def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types], path: Path) -> None:

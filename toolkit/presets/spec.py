@@ -6,7 +6,8 @@ The files stay the only source of truth: `toolkit.presets.preset.read_preset` de
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,35 @@ class PresetSpec:
     def deepspeed_config(self) -> dict[str, Any] | None:
         """Return DeepSpeed's settings, or None for another engine."""
         return None if self.settings is None else copy.deepcopy(dict(self.settings))
+
+    @property
+    def zero_block(self) -> dict[str, Any]:
+        """The `zero_optimization` block of DeepSpeed's settings; empty for other engines."""
+        return dict((self.settings or {}).get("zero_optimization") or {})
+
+    def persistence_threshold(self, *, hidden_size: int | None) -> int:
+        """Return the elements up to which ZeRO-3 never releases a gathered parameter; 0 for any other preset.
+
+        `auto` is 10 x the hidden size, which the libraries read from the model's configuration (transformers 5,
+        `integrations/deepspeed.py`).
+        """
+        return self.traits.persistence_threshold(self.zero_block, self.sharding, hidden_size=hidden_size)
+
+    def shard_byte_limits(
+        self, part: str, shapes: Sequence[tuple[int, ...]], element_bytes: int, *, ranks: int, hidden_size: int | None
+    ) -> tuple[int, int]:
+        """Return the lowest and highest bytes of a model state on one rank, with padding, if `ranks` share it.
+
+        Beside its shards, a ZeRO-3 rank holds each parameter up to the persistence threshold whole.
+        """
+        unsharded = sum(math.prod(shape) for shape in shapes) * element_bytes
+        if part not in self.sharded_parts:
+            return unsharded, unsharded
+        highest = self.traits.largest_shard(shapes, ranks=ranks) * element_bytes
+        if part == "parameter":
+            threshold = self.persistence_threshold(hidden_size=hidden_size)
+            highest += element_bytes * sum(size for size in map(math.prod, shapes) if size <= threshold)
+        return (unsharded if ranks == 1 else 0), highest
 
     @property
     def settings_argument(self) -> str | None:

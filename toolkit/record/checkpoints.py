@@ -291,7 +291,6 @@ def add_checksums(checkpoint: Path) -> None:
 
 
 def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Put a manifest on the disk, in the place of the one before."""
     body, temporary = {key: value for key, value in content.items() if key != "sha256"}, folder / f".{MANIFEST}"
     if folder.is_dir():
         write_json(temporary, body | {"sha256": content_sha256(body)})

@@ -183,7 +183,6 @@ def median_interval(seconds: list[float]) -> tuple[float, float] | None:
 
 
 def _timed_seconds(folder: RunFolder, untimed: int) -> list[float]:
-    """Return the seconds of each timed step, those of its slowest rank."""
     steps = [[row.seconds for row in rows if row.seconds] for rows in read_steps(folder)]
     return [max(each) for each in steps[untimed:] if each]
 

@@ -119,7 +119,6 @@ def compare_schedules(options: PipelineOptions) -> PipelineComparison:
 
 
 def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
-    """Times of a stage from the flags, or equal ones."""
     refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
     forward_ms, backward_ms = options.forward_ms, options.backward_ms
     if forward_ms is backward_ms is None:

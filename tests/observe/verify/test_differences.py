@@ -14,7 +14,6 @@ from toolkit.observe.verify.differences import byte_differences, differences, la
 from toolkit.observe.verify.expected import expected_values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
-from toolkit.presets.shard_bytes import shard_byte_limits
 from toolkit.record.reading import RankReading
 
 SETTINGS = {"gradient_clipping": 1.0, "activation_checkpointing": False}
@@ -107,7 +106,7 @@ def test_initial_weights_must_be_equal_on_all_ranks() -> None:
     ],
 )
 def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: list[int], found: list[str]) -> None:
-    limits = {"optimizer": shard_byte_limits(load_preset(name), "optimizer", [(1000,)], 4, ranks=2)}
+    limits = {"optimizer": load_preset(name).shard_byte_limits("optimizer", [(1000,)], 4, ranks=2, hidden_size=None)}
     of_all = RankReading(byte_limits=limits, whole_bytes={"optimizer": 4000})
     of_all |= RankReading(dp_shard_size=2 if name == "fsdp2_hybrid" else None)
     ranks = [of_all | RankReading(rank=rank, optimizer_bytes=own) for rank, own in enumerate(held)]

@@ -23,7 +23,6 @@ from toolkit.engines.tensors import (
 )
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor, optimizer_spec
 from toolkit.observe.parts import ExpectedRun
-from toolkit.presets.shard_bytes import shard_byte_limits
 from toolkit.presets.spec import PresetSpec
 from toolkit.record.reading import RankReading, Values
 
@@ -102,7 +101,7 @@ def expected_bytes(
     for part, tensors in parts.items():
         shapes = [([tuple(getattr(p, "ds_shape", p.shape)) for p in parameters], size) for parameters, size in tensors]
         limits = [
-            shard_byte_limits(preset, part, found, size, ranks=ranks, hidden_size=_hidden_size(trainer.model))
+            preset.shard_byte_limits(part, found, size, ranks=ranks, hidden_size=_hidden_size(trainer.model))
             for found, size in shapes
         ]
         allowed[part] = (sum(lowest for lowest, _ in limits), sum(highest for _, highest in limits))
