@@ -169,3 +169,76 @@ def test_a_file_that_evaluates_is_planned_with_its_evaluation(tmp_path: Path, ca
         _, said, _ = run_command(words, capsys)
         assert ("  evaluate" in said) is bool(more)
         assert "per_device_eval_batch_size" not in said
+
+
+def test_an_evaluation_with_metrics_keeps_the_logits_of_all_its_rows_and_appends_them_to_a_copy() -> None:
+    """transformers' own container; the Trainer fills it where `compute_metrics` or `preprocess_logits` is given."""
+    from transformers import Trainer
+    from transformers.trainer_pt_utils import EvalLoopContainer
+
+    assert "prediction_loss_only=True if self.compute_metrics is None else None" in inspect.getsource(Trainer.evaluate)
+    kept = EvalLoopContainer()
+    with LiveBytes() as bytes_of:
+        for _ in range(6):
+            kept.add(torch.zeros(2, 8, 96))
+    assert bytes_of.live == 12 * 8 * 96 * 4
+    assert bytes_of.peak == 2 * bytes_of.live
+    job: dict[str, Any] = {"loss": "full", "per_device_eval_batch_size": 1, "eval_rows": 40}
+    fp32, bf16 = (phase("evaluate", preset, 8, **job).logits_bytes for preset in ("ddp", "zero2"))
+    assert fp32 == 2 * 40 * 2048 * VOCABULARY * 4  # accelerate's `convert_outputs_to_fp32`
+    assert bf16 == 2 * 40 * 2048 * VOCABULARY * 2
+    without = phase("evaluate", "ddp", 8, loss="full", per_device_eval_batch_size=1)
+    assert without.logits_bytes == 10 * 2048 * VOCABULARY
+    # a loss without logits needs them there
+    assert phase("evaluate", eval_rows=1).logits_bytes > phase("evaluate", eval_rows=1, loss="full").logits_bytes / 2
+
+
+def test_what_compute_metrics_would_keep_is_a_line_where_another_program_evaluates(capsys: Any) -> None:
+    words = ["plan", "meta-llama/Llama-3.1-8B", "--gpu", "a100-80gb", "--num-processes", "1", "--preset", "single"]
+    words += ["--per-device-train-batch-size", "1", "--max-seq-length", "2048", "--lora-r", "8"]
+    words += ["--per-device-eval-batch-size", "1"]
+    line = f"{2 * 4 * 2048 * VOCABULARY / 2**30:.2f} GiB per row evaluated (`--eval-rows`)"
+
+    def printed(*more: str) -> str:
+        return " ".join(run_command([*words, *more], capsys)[1].split())
+
+    assert line in printed("--program", "trainer")
+    assert line not in printed("--program", "trainer", "--eval-rows", "4")
+    assert line not in printed()  # `toolkit train` keeps losses alone
+
+
+def test_unsloths_evaluation_makes_all_logits() -> None:
+    """Its `prediction_step` sets UNSLOTH_RETURN_LOGITS, whatever is needed."""
+    job: dict[str, Any] = {"program": "unsloth", "lora_r": 8, "per_device_eval_batch_size": 4}
+    assert phase("evaluate", **job).logits_bytes == 10 * 4 * 2048 * VOCABULARY
+    assert phase("forward", **job).logits_bytes < 2048 * VOCABULARY
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_8_bit_weights_are_decoded_in_the_dtype_of_an_input_that_they_keep() -> None:
+    """Autocast leaves the fp32 rows of `prepare_model_for_kbit_training` to bitsandbytes: twice what 4 bits save."""
+    import bitsandbytes
+    from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
+
+    codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(torch.randn(512, 256).half())
+    state = MatmulLtState()
+    state.CB, state.SCB, state.has_fp16_weights, state.threshold = codes, scales, False, 6.0
+    saved, decoded = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.randn(64, 256, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = MatMul8bitLt.apply(rows, codes, None, None, state)
+        saved[dtype] = output.dtype, output.grad_fn.tensors[2].dtype
+        gradient = torch.ones_like(output)
+        with LiveBytes() as bytes_of:
+            output.backward(gradient)
+        decoded[dtype] = (bytes_of.peak - 64 * 256 * dtype.itemsize) / codes.numel()
+    assert saved == {dtype: (dtype, dtype) for dtype in saved}
+    assert decoded[torch.float32] == pytest.approx(4, rel=0.02)
+    assert decoded[torch.bfloat16] == pytest.approx(2, rel=0.02)
+    job: dict[str, Any] = {"lora_r": 8, "kbit_training": True, "loss": "cut", "activation_checkpointing": False}
+    in_8bit, in_4bit = (phase("forward", **job, **{bits: True}) for bits in ("load_in_8bit", "load_in_4bit"))
+    # per layer: the inputs of its projections, and the gated MLP's four rows
+    more = 32 * 2048 * 2 * (2 * HIDDEN + 4 * 14_336)
+    assert in_8bit.activation_bytes - in_4bit.activation_bytes == more
+    assert in_8bit.buffer_bytes - in_4bit.buffer_bytes == 2 * 14_336 * HIDDEN

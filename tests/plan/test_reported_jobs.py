@@ -3,8 +3,8 @@
 The half `built` was looked at while the planner was changed; of `kept`, other sources, only the end;
 `later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
 for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
-and `final`. All of these shaped the planner or its limits; `unseen` was planned once, after every change, and nothing
-was changed for it. GB are read as GiB.
+and `final`. All of these shaped the planner or its limits. `once` was planned once, and then two of its causes were
+planned; `unseen` was planned once, after every change, and nothing was changed for it. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -38,14 +38,14 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
 
 
 def in_sample() -> Iterator[tuple[dict[str, str], Plan]]:
-    yield from ((row, plan) for row, plan in reported() if row["half"] != "unseen")
+    yield from ((row, plan) for row, plan in reported() if row["half"] not in ("once", "unseen"))
 
 
 @pytest.mark.parametrize(
     ("half", "out_of_memory", "wrong"),
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 4), ("last", 8, 0), ("latest", 17, 3)],
-        *[("newest", 25, 0), ("final", 10, 1), ("unseen", 24, 6)],
+        *[("newest", 25, 0), ("final", 10, 1), ("once", 24, 4), ("unseen", 30, 8)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -56,7 +56,7 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
     # Of three, only the length at which rows are cut is stated; of the fourth, not whether it ran under FSDP or ZeRO-3.
     # Of the fifth, a blog, nothing but the model, the GPUs, rows and batch.
-    known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}, "unseen": {"blog-1412"}}
+    known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}, "once": {"blog-1412"}}
     assert refused == known.get(half, set())
 
 
@@ -97,12 +97,13 @@ def test_no_more_than_one_in_ten_fits_of_jobs_that_ran_out_of_memory_and_shaped_
     assert ran_out.count(FITS) <= len(ran_out) / 10
 
 
-def test_of_unseen_jobs_that_ran_out_of_memory_one_in_four_fits() -> None:
-    """A miss: Unsloth's evaluation, 8-bit weights of 2023 (two), FSDP1 of July 2023, kept logits, flash attention."""
-    wrong = {row["id"] for row, plan in of("unseen") if row["reported"] == "OOM" and plan.verdict == FITS}
-    assert wrong == {
-        *("unsloth-5168", "alpaca-lora-28-4", "vicuna-rlhf-6", "cookbook-37", "transformers-25313", "longchat-28-32k"),
-    }
+def test_of_unseen_jobs_that_ran_out_of_memory_more_than_one_in_four_fits() -> None:
+    """A miss, and nothing explains five of them: of alpaca-lora-344-13b the message says that bitsandbytes 0.38 copied
+    all 8-bit weights to save adapters, and of axolotl-2531 and qwen-424 facts are missing."""
+    wrong = {row["id"]: row["facts"] for row, plan in of("unseen") if row["reported"] == "OOM" and plan.verdict == FITS}
+    enough = {"handbook-22", "lf-9331", "ms-swift-3399", "lf-2517-14b", "axolotl-2143"}
+    assert {name for name, facts in wrong.items() if facts == "enough"} == enough
+    assert wrong.keys() == {*enough, "alpaca-lora-344-13b", "axolotl-2531", "qwen-424"}
 
 
 def test_what_torch_cannot_use_when_a_job_runs_out_is_within_the_margin_of_most() -> None:

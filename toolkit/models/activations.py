@@ -76,6 +76,7 @@ class Activations:
     """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
     lora_r: int | None = None
     fp32_residual: bool = False
+    fp32_linears: bool = False  # bitsandbytes' 8 bits: inputs and outputs have the dtype of the residual stream
     """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
     residual stream."""
     lora_dropout: bool = False
@@ -264,7 +265,8 @@ class Activations:
         if self.shape.attention == "eager":
             return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=6 * self.shape.num_attention_heads)
         rows = 6 * self.shape.hidden_size if self.shape.experts_per_token else 0
-        return SavedBytes(per_token=max(4 * width, rows) * routed + 2 * self.residual_bytes * self.shape.hidden_size)
+        of_mlp = max((8 if self.fp32_linears else 4) * width, rows) * routed
+        return SavedBytes(per_token=of_mlp + 2 * self.residual_bytes * self.shape.hidden_size)
 
     def _sum(self, by_kind: dict[Layer, SavedBytes]) -> SavedBytes:
         total = self._first_layer()
@@ -319,7 +321,8 @@ class Activations:
 
     def _layer(self, kind: Layer, *, masked: bool) -> SavedBytes:
         attention = self._attention(kind, masked=masked)
-        per_token = attention.per_token + self._norms(kind) + self._linear_inputs(kind) + self._mlp(kind)
+        width = 2 if self.fp32_linears else 1
+        per_token = attention.per_token + self._norms(kind) + width * (self._linear_inputs(kind) + self._mlp(kind))
         if self.lora_r is not None:  # the output of each A
             frozen = _count(kind, (*MLP_INPUTS, *MLP_OUTPUTS)) if self._has_frozen_mlp(kind) else 0
             per_token += 2 * self.lora_r * (sum(tensor.is_linear_weight for tensor in kind) - frozen)

@@ -115,6 +115,7 @@ def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, wei
         autocast=engine.autocasts,
         lora_r=job.lora_r,
         fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
+        fp32_linears=job.numerics.load_in_8bit and job.numerics.kbit_training and engine.autocasts,
         lora_dropout=job.numerics.lora_dropout > 0,
         dora_targets=job.lora_target_modules if job.numerics.dora else (),
         oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
@@ -139,9 +140,13 @@ def _is_fp32(weights: JobWeights) -> bool:
 def _weight_copies(
     activations: Activations, saved: SavedActivations, job: PlannedJob, weights: JobWeights, loss: str
 ) -> WeightCopies:
-    """Of decoded 4-bit or 8-bit weights, and of those that autocast casts."""
+    """Of decoded 4-bit or 8-bit weights, and of those that autocast casts.
+
+    8-bit ones are decoded in the dtype of their input, which autocast leaves (bitsandbytes 0.50, `MatMul8bitLt`).
+    """
     shape, recomputes = activations.shape, job.activation_checkpointing
-    dequantized = 2 * weights.decoded_at_once if job.load_in_4bit or job.numerics.load_in_8bit else 0
+    element = FP32_BYTES if activations.fp32_linears else 2
+    dequantized = element * weights.decoded_at_once if job.load_in_4bit or job.numerics.load_in_8bit else 0
     # Of a frozen fp32 weight autocast caches no copy, but its linear layer keeps one for the backward pass.
     kinds = shape.layer_kinds if _is_fp32(weights) and activations.autocast else {}
     casts = {kind: 2 * sum(tensor.num_elements for tensor in kind if tensor.is_linear_weight) for kind in kinds}

@@ -114,6 +114,10 @@ class PlanOptions(JobAndGpuOptions):
     per_device_eval_batch_size: Annotated[
         int | None, Option(help="sequences per GPU when the job evaluates; by default it does not", min=1)
     ] = None
+    eval_rows: Annotated[
+        int | None,
+        Option(help="rows whose logits compute_metrics needs: all, or of eval_accumulation_steps, of all GPUs", min=1),
+    ] = None
     activation_checkpointing: Annotated[
         bool | None,
         Option(

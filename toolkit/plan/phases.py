@@ -111,6 +111,14 @@ class Rank:
         each = element * self.job.tokens_per_forward * self.shape.vocab_size
         return (self.job.numerics.data_parallel + 1) * each if self.job.numerics.data_parallel else 0
 
+    @property
+    def kept_logits(self) -> int:
+        """Logits that an evaluation keeps for its metrics, of all ranks on each; accelerate returns them in fp32, but
+        not under DeepSpeed (1.15, `prepare_model`: `convert_outputs_to_fp32`)."""
+        in_half = self.engine.traits.has_flat_states and self.job.loss != "upcast"
+        element = self.engine.element_bytes if in_half else FP32_BYTES
+        return element * self.job.eval_rows * self.job.tokens_per_row * self.shape.vocab_size
+
     @cached_property
     def prefetched(self) -> int:
         """A layer that FSDP2 holds beside the root while TRL's losses run."""
@@ -260,13 +268,15 @@ def step(rank: Rank) -> Iterator[PhaseMemory]:
 
 
 def evaluate(rank: Rank) -> Iterator[PhaseMemory]:
-    """The Trainer's evaluation, between two steps: a batch without a graph, in a layer and at its loss."""
-    batch, gradients, buffers = rank.evaluated, rank.lasting_gradients, rank.buffers
+    """The Trainer's evaluation, between two steps: a batch without a graph, in a layer and at its loss, beside the kept
+    logits of earlier ones; these twice while the last are appended (transformers 5.23, `EvalLoopContainer`)."""
+    batch, gradients, buffers, kept = rank.evaluated, rank.lasting_gradients, rank.buffers, rank.kept_logits
     if batch is not None:
         in_layer = buffers.forward_layer_bytes + batch.exchanged + batch.copies.layer
-        yield _moment(rank, "evaluate", gradients, batch.one_forward, buffers=in_layer)
+        yield _moment(rank, "evaluate", gradients, batch.one_forward, logits=kept, buffers=in_layer)
         at_end = buffers.forward_bytes + batch.copies.head
-        yield _moment(rank, "evaluate", gradients, logits=batch.logits[0], buffers=at_end)
+        yield _moment(rank, "evaluate", gradients, logits=kept + batch.logits[0], buffers=at_end)
+        yield _moment(rank, "evaluate", gradients, logits=2 * kept)
 
 
 def save(rank: Rank) -> Iterator[PhaseMemory]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
-from toolkit.models.job_weights import job_weights
+from toolkit.models.job_weights import FP32_BYTES, job_weights
 from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
@@ -22,10 +22,10 @@ from toolkit.plan.planner import (
     PlanRequest,
     best_plan,
 )
-from toolkit.plan.programs import numerics_notes, numerics_text
+from toolkit.plan.programs import TOOLKIT, numerics_notes, numerics_text
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
-from toolkit.units import NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
+from toolkit.units import GIB, NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
 
 MAX_GPUS_SHOWN = 12
 VERDICTS = (FITS, TOO_CLOSE, DOES_NOT_FIT)
@@ -92,6 +92,7 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
     yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics))
+    yield from _kept_logits(request)
     if request.job.attn_implementation == "eager" and request.shape.activations_from != "formulas":
         yield f"Not planned: what eager attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
@@ -115,6 +116,14 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     more = "; `--preset` names presets that offload to the host" if answer.any_gpu else ""
     what = "" if parts else f"What the memory is for: `--parts`{more}. "
     yield f"{what}Compared with one H200, never with several GPUs."
+
+
+def _kept_logits(request: PlanRequest) -> Iterator[str]:
+    """What `compute_metrics` would need, where another program evaluates and nothing says whether it has one."""
+    job = request.job
+    if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
+        row = 2 * FP32_BYTES * job.tokens_per_row * request.shape.vocab_size
+        yield f"Not planned: logits kept for compute_metrics, {row / GIB:.2f} GiB per row evaluated (`--eval-rows`)."
 
 
 def summary(answer: PlanAnswer) -> str:

@@ -80,6 +80,8 @@ class PlannedJob(Job):
     image_tokens: int = 0
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
+    eval_rows: int = 0
+    """Rows whose logits an evaluation keeps on each GPU for `compute_metrics`."""
     not_given: tuple[str, ...] = ()
     """Of `OPEN_OPTIONS`."""
     lengths_differ: bool | None = None
@@ -115,6 +117,7 @@ class PlannedJob(Job):
             "gpus_per_node",
             "image_tokens",
             "freeze_vision_tower",
+            "eval_rows",
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
@@ -122,7 +125,7 @@ class PlannedJob(Job):
             given.setdefault("activation_checkpointing", True)
         if getattr(options, "oft_block_size", None):
             given.setdefault("lora_r", 1)  # adapters beside frozen weights, without a rank
-        if getattr(options, "per_device_eval_batch_size", None):
+        if getattr(options, "per_device_eval_batch_size", None) or given.get("eval_rows"):
             given["eval_strategy"] = "epoch"
         if targets := getattr(options, "optim_target_modules", None):
             given["other"] = {"optim_target_modules": targets if len(targets) > 1 else targets[0]}
@@ -151,13 +154,15 @@ class PlannedJob(Job):
 
     @property
     def evaluation(self) -> PlannedJob | None:
-        """The job of an evaluation's batches; None where there are none. The Trainer keeps their losses alone.
+        """The job of an evaluation's batches; None where there are none.
 
         Liger's loss makes all logits there: it skips those of the training alone (0.8.5, `lce_forward`: `skip_logits`).
+        So does Unsloth's (2026.8.19, `unsloth_prediction_step`: `UNSLOTH_RETURN_LOGITS`), and metrics need them.
         """
         if not self.evaluates or self.method.generates:
             return None
-        loss = "full" if self.loss == "fused" else self.loss
+        makes_logits = self.loss == "fused" or self.numerics.program == "unsloth" or self.eval_rows
+        loss = "full" if makes_logits and self.loss in ("fused", "cut", "chunked") else self.loss
         return replace(self, per_device_train_batch_size=self.per_device_eval_batch_size, loss=loss)
 
     @property
