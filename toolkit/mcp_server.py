@@ -6,6 +6,7 @@ that train or run code of others are not offered, nor are options that write fil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -32,12 +33,12 @@ def answer(command: str, *words: str) -> Any:
     for word in words:
         if word.replace("_", "-").startswith(REFUSED):  # the command line takes both
             raise ToolkitError(f"{word} is not for agents: a person types it on the command line")
-    argv = [sys.executable, "-m", "toolkit", command, *words, "--json"]
+    argv = [sys.executable, "-m", "toolkit", command, "--json", *words]
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
-    try:
-        return json.loads(done.stdout)
-    except ValueError:
-        raise ToolkitError(f"exit code {done.returncode}: {done.stderr.strip()}") from None
+    with contextlib.suppress(ValueError):
+        if "failure" not in (found := json.loads(done.stdout)):
+            return found
+    raise ToolkitError(f"exit code {done.returncode}: {done.stderr.strip()}")
 
 
 def presets() -> dict[str, Any]:
@@ -45,12 +46,14 @@ def presets() -> dict[str, Any]:
     return {"presets": answer("presets")}
 
 
-def plan(model: str, arguments: list[str] | None = None) -> dict[str, Any]:
+def plan(model: str | None = None, arguments: list[str] | None = None) -> dict[str, Any]:
     """Plan memory, communication, speed and cost of a job: `--gpu h100 --num-processes 8 --preset zero3`.
+
+    Without a model: `--config job.yaml`, a file of axolotl, TRL, LLaMA-Factory or ms-swift, which names it.
 
     `plans[].verdict` is fits, too_close or does_not_fit.
     """
-    found: dict[str, Any] = answer("plan", model, *(arguments or ()))
+    found: dict[str, Any] = answer("plan", *filter(None, [model]), *(arguments or ()))
     return found
 
 

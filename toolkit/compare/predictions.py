@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from toolkit.compare.ledger import (
     LEDGER_FILE,
@@ -150,45 +151,72 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     return min(job.per_device_train_batch_size, cap), cap
 
 
-def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
-    """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """What a comparison would run, and all that is known of it before."""
+
+    options: CompareOptions
+    spec: ComparisonSpec
+    gpu: Gpu | None  # that durations are planned on
+    searches: tuple[str, ...]
+    trials: tuple[tuple[Trial, dict[str, Any]], ...]
+    """Every trial in running order, as `--json` prints it."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what `toolkit compare --dry-run --json` prints."""
+        return {"trials": [facts for _, facts in self.trials], "searches": self.searches}
+
+    def text(self) -> str:
+        """Return every trial, with duration and cost of those left."""
+        lines, durations = list(self.searches), dict[Trial, ExpectedDuration | None]()
+        for place, (trial, facts) in enumerate(self.trials, 1):
+            outlook = facts["not_run"]
+            if outlook is None:
+                span = None if facts["seconds"] is None else ExpectedDuration(*facts["seconds"], source=facts["source"])
+                durations[trial] = span
+                known = f"{_range(span.low, span.high)} {SOURCE_TEXTS[span.source]};" if span else f"{NOT_AVAILABLE},"
+                outlook = f"duration {known} predicted memory {gib(facts['planned_peak_bytes'])}"
+            lines.append(f"[{place}/{len(self.trials)}] {trial.label}: {outlook}")
+            lines += [] if facts["command"] is None else [f"    {facts['command']}"]
+        total = _total(durations, self.options.price_per_gpu_hour)
+        lines.append(f"{len(durations)} of {len(self.trials)} trials to run, in {total}; nothing was started")
+        if any(span is not None and span.source == "planner" for span in durations.values()):
+            lines.append(
+                f"durations by the planner are of steps on {self.gpu.name if self.gpu else NOT_AVAILABLE}, with rows of"
+                " full length; starting, loading and saving come on top, and are known after a first trial"
+            )
+        if None in durations.values():
+            why = "the planner needs a GPU that it lists, for each rank, and --max_steps"
+            where = "of a script" if self.spec.script_or_module else "on a CPU"
+            on_cpu = f"{where} no duration is known before a first trial: run one, stop, and repeat the dry run"
+            unplanned = self.spec.cpu or self.spec.script_or_module
+            lines.append(on_cpu if unplanned else f"no duration is known before a first trial: {why}")
+        return "\n".join(lines)
+
+
+def dry_run(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> DryRun:
+    """Return every trial of a comparison, and start none. `unsupported`: row to reason."""
     records = Ledger(options.output_dir / LEDGER_FILE).read()
     at_largest = with_largest_batches(spec, records)
     named = None if options.gpu is None else find_gpu(options.gpu)
     gpu = named if named or options.on_cpu else common_gpu(gpu_names())
-    trials, allocation, shape = spec.trials(), spec.allocation(), read_shape(spec.own_job)
-    durations: dict[Trial, ExpectedDuration | None] = {}
-    searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
-    lines = [_search_line(spec, row, records) for row in searched]
-    for place, trial in enumerate(trials, 1):
-        outlook = _reason_to_skip(trial, records, unsupported)
-        if outlook is None:
-            durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            planned = planned_columns(at_largest, trial.row, shape=shape, gpu=named)
-            memory = f"predicted memory {gib(planned.get('planned_peak_bytes'))}"
-            outlook = f"duration {NOT_AVAILABLE}, {memory}"
-            if duration is not None:
-                span = _range(duration.low, duration.high)
-                outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
-        lines.append(f"[{place}/{len(trials)}] {trial.label}: {outlook}")
+    allocation, shape, trials = spec.allocation(), read_shape(spec.own_job), list[tuple[Trial, dict[str, Any]]]()
+    for trial in spec.trials():
+        command, duration, planned = None, None, dict[str, int]()
         if trial.row.name not in unsupported:
             run_options = at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id)
-            command = at_largest.command(run_options)
-            lines.append(f"    {(command if allocation is None else allocation.spread(command)).shown}")
-    total = _total(durations, options.price_per_gpu_hour)
-    lines.append(f"{len(durations)} of {len(trials)} trials to run, in {total}; nothing was started")
-    if any(duration is not None and duration.source == "planner" for duration in durations.values()):
-        lines.append(
-            f"durations by the planner are of steps on {gpu.name if gpu else NOT_AVAILABLE}, with rows of full length;"
-            " starting, loading and saving come on top, and are known after a first trial"
-        )
-    if None in durations.values():
-        why = "the planner needs a GPU that it lists, for each rank, and --max_steps"
-        where = "of a script" if spec.script_or_module else "on a CPU"
-        on_cpu = f"{where} no duration is known before a first trial: run one, stop, and repeat the dry run"
-        unplanned = spec.cpu or spec.script_or_module
-        lines.append(on_cpu if unplanned else f"no duration is known before a first trial: {why}")
-    return "\n".join(lines)
+            words = at_largest.command(run_options)
+            command = (words if allocation is None else allocation.spread(words)).shown
+        if (not_run := _reason_to_skip(trial, records, unsupported)) is None:
+            duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
+            planned = planned_columns(at_largest, trial.row, shape=shape, gpu=named)
+        facts: dict[str, Any] = {"preset": trial.row.preset, "world_size": trial.row.world_size, "repeat": trial.repeat}
+        facts |= {"not_run": not_run, "planned_peak_bytes": planned.get("planned_peak_bytes"), "command": command}
+        facts |= {"seconds": duration and duration[:2], "source": duration and duration.source}
+        trials.append((trial, facts))
+    searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
+    searches = tuple(_search_line(spec, row, records) for row in searched)
+    return DryRun(options=options, spec=spec, gpu=gpu, searches=searches, trials=tuple(trials))
 
 
 def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
