@@ -30,15 +30,16 @@ INSTRUCTIONS = "Plan before a run, and start none that `does_not_fit`. `argument
 
 def answer(command: str, *words: str) -> Any:
     """Run a command and return its JSON. Raises ToolkitError with the command's message where it has none."""
-    for word in words:
+    given = [part for word in words for part in (word.split() if word.startswith("--") else [word])]  # "--gpu h100"
+    for word in given:
         if word.replace("_", "-").startswith(REFUSED):  # the command line takes both
             raise ToolkitError(f"{word} is not for agents: a person types it on the command line")
-    argv = [sys.executable, "-m", "toolkit", command, "--json", *words]
+    argv = [sys.executable, "-m", "toolkit", command, "--json", *given]
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
     with contextlib.suppress(ValueError):
         if "failure" not in (found := json.loads(done.stdout)):
             return found
-    raise ToolkitError(f"exit code {done.returncode}: {done.stderr.strip()}")
+    raise ToolkitError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
 
 
 def presets() -> dict[str, Any]:

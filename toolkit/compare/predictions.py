@@ -172,7 +172,9 @@ class DryRun:
         for place, (trial, facts) in enumerate(self.trials, 1):
             outlook = facts["not_run"]
             if outlook is None:
-                span = None if facts["seconds"] is None else ExpectedDuration(*facts["seconds"], source=facts["source"])
+                span = None
+                if facts["seconds"] is not None:
+                    span = ExpectedDuration(facts["seconds"][0], facts["seconds"][1], facts["source"])
                 durations[trial] = span
                 known = f"{_range(span.low, span.high)} {SOURCE_TEXTS[span.source]};" if span else f"{NOT_AVAILABLE},"
                 outlook = f"duration {known} predicted memory {gib(facts['planned_peak_bytes'])}"
