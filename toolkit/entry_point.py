@@ -137,10 +137,9 @@ def _explained(error: Exception) -> ToolkitError:
     """Return what the machine refuses or lacks as an error that a user can read, and any other as a mistake of ours."""
     if isinstance(error, MemoryError):
         return OutOfMemory("the host has no memory left", hint="give the job more host memory")
-    if isinstance(error, ModuleNotFoundError):  # of a package that an extra installs, or of ours
-        missing = missing_package((error.name or "").partition(".")[0])
-        if missing is not None:
-            return missing
+    name = error.name if isinstance(error, ModuleNotFoundError) else None  # of an extra's package, or of ours
+    if name is not None and (missing := missing_package(name.partition(".")[0])):
+        return missing
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         print_message("".join(traceback.format_exception(error)))
     if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:

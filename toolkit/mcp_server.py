@@ -50,9 +50,8 @@ def presets() -> dict[str, Any]:
 def plan(model: str | None = None, arguments: list[str] | None = None) -> dict[str, Any]:
     """Plan memory, communication, speed and cost of a job: `--gpu h100 --num-processes 8 --preset zero3`.
 
-    Without a model: `--config job.yaml`, a file of axolotl, TRL, LLaMA-Factory or ms-swift, which names it.
-
-    `plans[].verdict` is fits, too_close or does_not_fit.
+    `--config FILE` plans a file of axolotl, TRL, LLaMA-Factory or ms-swift, with or without a model. `plans[].verdict`
+    is fits, too_close or does_not_fit.
     """
     found: dict[str, Any] = answer("plan", *filter(None, [model]), *(arguments or ()))
     return found

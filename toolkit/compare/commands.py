@@ -14,7 +14,7 @@ from toolkit.compare.build_results import at_price, build_results, unfinished_re
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
-from toolkit.compare.predictions import announcement, dry_run
+from toolkit.compare.predictions import announcement, dry_run, dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
@@ -47,7 +47,8 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
     checked = check_comparison(options)
     if options.dry_run:
         planned = dry_run(options, checked.spec, checked.unsupported)
-        return print(json.dumps(planned.as_row(), indent=2) if as_json else planned.text())
+        text = dry_run_text(planned, checked.spec, options.price_per_gpu_hour)
+        return print(json.dumps(planned, indent=2) if as_json else text)
     folder, price = options.output_dir, options.price_per_gpu_hour
     open_comparison(folder, checked.spec, resume=options.resume)
     checked.ledger.read()  # a damaged line is reported before anything starts
