@@ -195,9 +195,10 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest = options.world_sizes[-1]
     if options.check_files:
-        gpus = None if options.cpu else largest
-        nodes = options.max_nodes
-        checked = check_job(preset, num_processes=largest, training_argv=argv, cpu=options.cpu, gpus=gpus, nodes=nodes)
+        gpus, nodes, cpu = None if options.cpu else largest, options.max_nodes, options.cpu
+        checked = check_job(
+            preset, num_processes=largest, training_argv=argv, cpu=cpu, gpus=gpus, nodes=nodes, starts=False
+        )
         return checked.warnings
     return tuple(check_arguments(Job.from_argv(argv), preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
