@@ -123,8 +123,8 @@ def test_a_job_of_which_nothing_can_be_changed_is_refused(tmp_path: Path, tiny_m
     )
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B"])
-@pytest.mark.parametrize("command", ["tune", "tune --preset zero3", "compare --preset zero3 --preset fsdp2"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B-Instruct"])
+@pytest.mark.parametrize("command", ["tune --keep preset --keep batch", "compare --preset zero3 --preset fsdp2"])
 def test_a_dry_run_plans_a_model_that_plan_knows_without_network_and_torch(
     command: str,
     model: str,
