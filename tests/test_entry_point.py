@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -68,6 +69,26 @@ def test_an_error_is_two_lines_and_an_exit_code(
 ) -> None:
     assert exit_code_of(work_that_raises(error)) == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (ToolkitError("no hf_abcdefghijkl0123", hint="type this"), ("no ***", "type this", 2)),
+        (RunFailed("it failed"), ("it failed", None, 1)),
+        (KeyboardInterrupt(), ("stopped", None, 1)),
+        (MemoryError(), ("the host has no memory left", "give the job more host memory", 3)),
+        (PermissionError(13, "Permission denied", "/x"), ("/x: Permission denied", OWNER, 2)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_an_error_is_a_document_too_for_a_program_that_reads_json(
+    error: BaseException, facts: tuple[str, str | None, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = exit_code_of(work_that_raises(error), as_json=True)
+    found = json.loads(capsys.readouterr().out)["failure"]
+    assert (found["message"], found["hint"], found["exit_code"]) == facts
+    assert code == facts[2]
 
 
 @pytest.fixture

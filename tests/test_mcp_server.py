@@ -60,13 +60,38 @@ def test_each_tool_returns_what_its_command_prints(tmp_path: Path, capfd: pytest
 
 def test_a_command_returns_its_json_or_its_message() -> None:
     assert mcp_server.presets()["presets"][0].keys() >= {"name", "engine", "sharding"}
-    with pytest.raises(ToolkitError, match=r"exit code 2: .*no-such/model"):
-        mcp_server.plan("no-such/model.json", ARGUMENTS)
+    file = str(ROOT / "tests" / "fixtures" / "axolotl.yaml")
+    with_model = mcp_server.plan("Qwen/Qwen3-8B", ["--config", file, "--gpu h100", "--num-processes 8"])
+    assert with_model == mcp_server.plan(arguments=["--config", file, "--gpu", "h100", "--num-processes", "8"])
+    assert with_model["plans"][0]["preset"] == "ddp"  # the file's
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("no-such/model.json", ARGUMENTS, r"exit code 2: .*no-such/model"),
+        ("Qwen/Qwen3-8B", ["--config"], r"'--config' requires an argument"),
+        (None, ARGUMENTS, r"MODEL is missing"),
+        ("Qwen/Qwen3-8B", ["--help"], r"exit code 0: .*--num-processes"),
+    ],
+)
+def test_a_command_without_an_answer_returns_its_message(model: str | None, words: list[str], message: str) -> None:
+    with pytest.raises(ToolkitError, match=f"(?s){message}"):
+        mcp_server.plan(model, words)
 
 
 @pytest.mark.parametrize(
     "word",
-    ["--in-place", "--in_place", "--trust-remote-code", "--trust_remote_code", "--script", "--verify", "--output=x"],
+    [
+        "--level note --in-place",
+        "--in-place",
+        "--in_place",
+        "--trust-remote-code",
+        "--trust_remote_code",
+        "--script",
+        "--verify",
+        "--output=x",
+    ],
 )
 def test_an_option_that_writes_or_runs_code_is_refused(word: str) -> None:
     with pytest.raises(ToolkitError, match="a person types it"):

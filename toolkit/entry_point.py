@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import platform
 import shlex
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError, visible
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, OutOfMemory, RunFailed, ToolkitError, visible
 from toolkit.files.secrets import hide_secrets, hide_words
 from toolkit.installation import documentation_address, missing_package
 from toolkit.screen_text import shown_on
@@ -44,37 +45,29 @@ MACHINE_FAULTS = {
 }
 
 
-def exit_code_of(work: Callable[[], int | None]) -> int:
+def exit_code_of(work: Callable[[], int | None], *, as_json: bool = False) -> int:
     """Do a program's work and return its exit code; every error is printed, and none is raised.
 
-    `work` returns an exit code, or None when it is done.
+    `work` returns an exit code, or None when it is done. With `as_json` an error is a document on stdout too.
     """
     prepare_streams()
     try:
         _check_working_directory()
         code = work()
         sys.stdout.flush()
-    except ToolkitError as error:
-        print_message(f"error: {error}")
-        return error.exit_code
+        return EXIT_DONE if code is None else code
     except KeyboardInterrupt:
-        print_message("stopped")
-        return EXIT_RUN_FAILED
-    except MemoryError:
-        print_message(f"error: {ToolkitError('the host has no memory left', hint='give the job more host memory')}")
-        return EXIT_OUT_OF_MEMORY
+        error: ToolkitError = RunFailed("stopped")
+        print_message(error.message)
     except BrokenPipeError:  # `| head` has seen enough
         _discard(sys.stdout)
         return EXIT_RUN_FAILED
-    except ModuleNotFoundError as error:  # of a package that an extra installs, or of ours
-        missing = missing_package((error.name or "").partition(".")[0])
-        if missing is None:
-            return _report(error)
-        print_message(f"error: {missing}")
-        return EXIT_INVALID_INPUT
-    except Exception as error:  # the last handler
-        return _report(error)
-    return EXIT_DONE if code is None else code
+    except Exception as raised:  # the last handler
+        error = raised if isinstance(raised, ToolkitError) else _explained(raised)
+        print_message(f"error: {error}")
+    if as_json:
+        print_failure_json(error.message, error.hint, error.exit_code)
+    return error.exit_code
 
 
 def _check_working_directory() -> None:
@@ -105,6 +98,15 @@ def print_failure(status: str, failure: Mapping[str, object]) -> None:
         print_message(f"  see {documentation_address(FAILURES_PAGE, status)}")
 
 
+def print_failure_json(message: str, hint: str | None, exit_code: int) -> None:
+    """Print why there is no answer, as the JSON document of a command with `--json`."""
+    facts = {"message": hide_secrets(message), "hint": hint and hide_secrets(hint), "exit_code": exit_code}
+    try:
+        print(json.dumps({"failure": facts}, indent=2), flush=True)
+    except (OSError, ValueError):  # ValueError: closed
+        _discard(sys.stdout)
+
+
 def prepare_streams() -> None:
     """Give this process the three standard streams, and let stdout print any text in any locale.
 
@@ -131,15 +133,20 @@ def _discard(stream: TextIO) -> None:
         os.close(nothing)
 
 
-def _report(error: Exception) -> int:
+def _explained(error: Exception) -> ToolkitError:
+    """Return what the machine refuses or lacks as an error that a user can read, and any other as a mistake of ours."""
+    if isinstance(error, MemoryError):
+        return OutOfMemory("the host has no memory left", hint="give the job more host memory")
+    name = error.name if isinstance(error, ModuleNotFoundError) else None  # of an extra's package, or of ours
+    if name is not None and (missing := missing_package(name.partition(".")[0])):
+        return missing
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         print_message("".join(traceback.format_exception(error)))
     if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
         if error.filename is None:  # usually of stdout, which keeps what it could not write
             _discard(sys.stdout)
         what = f"{error.filename}: {error.strerror}" if error.filename else f"cannot write: {error.strerror}"
-        print_message(f"error: {ToolkitError(what, hint=MACHINE_FAULTS[error.errno])}")
-        return EXIT_INVALID_INPUT
+        return ToolkitError(what, hint=MACHINE_FAULTS[error.errno])
     what = f"unexpected {type(error).__name__}" + (f": {error}" if str(error) else "")
     what = what if len(what) <= MAX_CAUSE_CHARACTERS else f"{what[:MAX_CAUSE_CHARACTERS]}..."
     page = documentation_address(FAILURES_PAGE, "report-a-problem")
@@ -147,8 +154,7 @@ def _report(error: Exception) -> int:
         how = f"report it with {_save_traceback(error)} ({page})"
     except OSError:  # no folder for temporary files can be written to
         how = f"run it again with {DEBUG_VARIABLE}=1 and report it ({page})"
-    print_message(f"error: {ToolkitError(what, hint=f'it is a mistake in the toolkit: {how}')}")
-    return EXIT_RUN_FAILED
+    return RunFailed(what, hint=f"it is a mistake in the toolkit: {how}")
 
 
 def _save_traceback(error: Exception) -> str:

@@ -6,6 +6,7 @@ that train or run code of others are not offered, nor are options that write fil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -29,15 +30,16 @@ INSTRUCTIONS = "Plan before a run, and start none that `does_not_fit`. `argument
 
 def answer(command: str, *words: str) -> Any:
     """Run a command and return its JSON. Raises ToolkitError with the command's message where it has none."""
-    for word in words:
+    given = [part for word in words for part in (word.split() if word.startswith("--") else [word])]  # "--gpu h100"
+    for word in given:
         if word.replace("_", "-").startswith(REFUSED):  # the command line takes both
             raise ToolkitError(f"{word} is not for agents: a person types it on the command line")
-    argv = [sys.executable, "-m", "toolkit", command, *words, "--json"]
+    argv = [sys.executable, "-m", "toolkit", command, "--json", *given]
     done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
-    try:
-        return json.loads(done.stdout)
-    except ValueError:
-        raise ToolkitError(f"exit code {done.returncode}: {done.stderr.strip()}") from None
+    with contextlib.suppress(ValueError):
+        if "failure" not in (found := json.loads(done.stdout)):
+            return found
+    raise ToolkitError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
 
 
 def presets() -> dict[str, Any]:
@@ -45,12 +47,13 @@ def presets() -> dict[str, Any]:
     return {"presets": answer("presets")}
 
 
-def plan(model: str, arguments: list[str] | None = None) -> dict[str, Any]:
+def plan(model: str | None = None, arguments: list[str] | None = None) -> dict[str, Any]:
     """Plan memory, communication, speed and cost of a job: `--gpu h100 --num-processes 8 --preset zero3`.
 
-    `plans[].verdict` is fits, too_close or does_not_fit.
+    `--config FILE` plans a file of axolotl, TRL, LLaMA-Factory or ms-swift, with or without a model. `plans[].verdict`
+    is fits, too_close or does_not_fit.
     """
-    found: dict[str, Any] = answer("plan", model, *(arguments or ()))
+    found: dict[str, Any] = answer("plan", *filter(None, [model]), *(arguments or ()))
     return found
 
 

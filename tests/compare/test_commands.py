@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_job: list[str]) -> P
     assert reported.returncode == 0, reported.stderr
     assert "Interrupted, of finished trials (1) only. " in reported.stdout
     output = run_until(command, signal.SIGINT, lambda: "data: alpaca" in log_of(folder, "zero2-n2-r0"))
-    assert f"`toolkit report {folder}`. The same command with `--resume` resumes" in output
+    assert f"`toolkit report {folder}` shows the finished trials; the same command with `--resume` resumes" in output
     assert read(folder / "trials" / "zero2-n2-r0" / "run.json")["status"] == "interrupted"
     before = ledger_lines(folder)
     ended = toolkit(*command)

@@ -15,7 +15,7 @@ from toolkit.compare.build_results import build_results
 from toolkit.compare.commands import check_comparison
 from toolkit.compare.comparison_report import report_text
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import dry_run_text
+from toolkit.compare.predictions import dry_run, dry_run_text
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.specification import make_specification, open_comparison
 from toolkit.errors import ToolkitError
@@ -189,7 +189,7 @@ def test_a_dry_run_prints_the_observed_command_of_every_trial(tmp_path: Path) ->
         training_arguments=("--beta", "0.1", "--hub_token", "hf_A1b2C3d4E5f6"),
     )
     checked = check_comparison(given)
-    text = dry_run_text(given, checked.spec, checked.unsupported)
+    text = dry_run_text(dry_run(given, checked.spec, checked.unsupported), checked.spec, None)
     commands = [line for line in text.splitlines() if "toolkit.observe" in line]
     assert len(commands) == 6
     own = f"--output-dir {tmp_path}/cmp/trials/half-n2-r0 --require zero2 --trial --untimed-steps 2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ from comparison_records import comparison, comparison_on_gpus, planned_step_seco
 
 from toolkit.compare.ledger import Ledger
 from toolkit.compare.options import CompareOptions
-from toolkit.compare.predictions import announcement, dry_run_text, expected_duration, planned_columns, planned_memory
+from toolkit.compare.predictions import (
+    announcement,
+    dry_run,
+    dry_run_text,
+    expected_duration,
+    planned_columns,
+    planned_memory,
+)
 from toolkit.compare.rows import RowKey
+from toolkit.compare.specification import ComparisonSpec
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.memory import plan_memory
@@ -70,13 +79,18 @@ def options(folder: Path, **changes: Any) -> CompareOptions:
     return CompareOptions(**{"output_dir": folder, "num_processes": ("2",), "cpu": True, "dry_run": True} | changes)
 
 
+def lines_of(given: CompareOptions, spec: ComparisonSpec, unsupported: dict[str, str]) -> list[str]:
+    planned = json.loads(json.dumps(dry_run(given, spec, unsupported)))  # as another program reads it
+    return dry_run_text(planned, spec, given.price_per_gpu_hour).splitlines()
+
+
 def test_a_dry_run_reads_the_ledger_says_why_a_trial_will_not_run_and_estimates_the_cost(tmp_path: Path) -> None:
     """Trials of 90 s are in the ledger; the only one left takes as long, on two GPUs at 4 per hour."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for record in (trial("ddp", 0, wall_seconds=90.0), trial("zero2", 0, status="failed", wall_seconds=90.0)):
         ledger.append(record)
     spec = comparison("ddp", "zero2", "zeropp", repeats=2)
-    lines = dry_run_text(options(tmp_path, price_per_gpu_hour=4.0), spec, {"zeropp-n2": "no kernels"}).splitlines()
+    lines = lines_of(options(tmp_path, price_per_gpu_hour=4.0), spec, {"zeropp-n2": "no kernels"})
     assert lines[-1] == "1 of 6 trials to run, in 90.00 s, at 0.20; nothing was started"
     outlooks = dict(line.partition("] ")[2].split(": ", 1) for line in lines if line.startswith("["))
     assert outlooks["ddp on 2 processes, repeat 1"] == "completed, already in the ledger"
@@ -106,7 +120,7 @@ def test_a_comparison_announces_its_trials_why_so_many_and_how_long_they_take(tm
 def test_planned_durations_and_costs_are_ranges_with_their_source(tmp_path: Path, tiny_model: Path) -> None:
     """Two trials of 30 steps on two GPUs each, at 360,000 per hour: 100 per GPU-second."""
     on_h100 = options(tmp_path, cpu=None, gpu="h100-sxm", price_per_gpu_hour=3.6e5)
-    lines = dry_run_text(on_h100, comparison_on_gpus(tiny_model), {}).splitlines()
+    lines = lines_of(on_h100, comparison_on_gpus(tiny_model), {})
     low, high = (2 * 30 * 2 * 100 * seconds for seconds in planned_step_seconds(tiny_model))
     assert f"at {low:,.2f} to {high:,.2f}; nothing was started" in lines[-2]
     assert "of steps, by the planner; predicted memory" in lines[0]
@@ -126,6 +140,6 @@ def test_a_dry_run_reports_the_longest_search_and_the_sizes_already_tried(tmp_pa
     words = ("--model_name_or_path", "m", "--dataset", str(faq_alpaca), "--per_device_train_batch_size", "4")
     spec = comparison("ddp", "zero2", find_max_batch=32, training_arguments=words)
     Ledger(tmp_path / "ledger.jsonl").append(probe("zero2", 4))
-    lines = dry_run_text(options(tmp_path), spec, {}).splitlines()
+    lines = lines_of(options(tmp_path), spec, {})
     assert lines[0] == "ddp-n2: its largest per-GPU batch is searched first, from 4 to 32, in runs of two steps"
     assert lines[1] == "zero2-n2: of per-GPU batches up to 32, 4 were tried, and 4 runs"

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import typer
+from command_line import run_command
 from comparison_records import trial
 from launching import read, toolkit
 
+from toolkit import installation
 from toolkit.compare.ledger import Ledger
 from toolkit.job.job import Job
+from toolkit.plan import planner
+from toolkit.presets import load_preset
 from toolkit.tune.commands import run_tune
 from toolkit.tune.field import YOURS
 from toolkit.tune.options import PARTS, TuneOptions
@@ -117,3 +121,35 @@ def test_a_job_of_which_nothing_can_be_changed_is_refused(tmp_path: Path, tiny_m
         2,
         "error: there is no setting to try but your own (every part is kept)",
     )
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B-Instruct"])
+@pytest.mark.parametrize("command", ["tune --keep preset --keep batch", "compare --preset zero3 --preset fsdp2"])
+def test_a_dry_run_plans_a_model_that_plan_knows_without_network_and_torch(
+    command: str,
+    model: str,
+    tmp_path: Path,
+    faq_alpaca: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # no file of an earlier download
+    for module in (installation, planner):
+        monkeypatch.setattr(module, "is_importable", lambda _: False)
+    words = f"{command} --dry-run --json --gpu h100 --num-processes 8 --output-dir {tmp_path / 'out'} --"
+    words += f" --model_name_or_path {model} --dataset {faq_alpaca} --max_steps 20 --lora_r 16"
+    code, out, err = run_command(words.split(), capsys)
+    assert code == 0, err
+    found = json.loads(out)
+    rows = found.get("settings") or found["trials"]
+    assert all(each.get("verdict") or each["planned_peak_bytes"] for each in rows)
+
+
+def test_the_default_preset_of_a_job_that_fits_nowhere_needs_no_disk(
+    tmp_path: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"tune --dry-run --json --gpu rtx-4090 --num-processes 1 --output-dir {tmp_path} -- --model_name_or_path"
+    code, out, err = run_command([*words.split(), "Qwen/Qwen2.5-72B", "--dataset", str(faq_alpaca)], capsys)
+    assert code == 0, err
+    assert not load_preset(json.loads(out)["settings"][0]["preset"]).uses_nvme

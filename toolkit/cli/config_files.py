@@ -74,7 +74,8 @@ def lint(
     for error in result.unreadable:
         print_message(f"error: {error}")
     if form == "json":
-        print(json.dumps({"findings": [dataclasses.asdict(finding) for finding in result.findings]}, indent=2))
+        findings = [dataclasses.asdict(finding) for finding in result.findings]
+        print(json.dumps({"findings": findings, "unreadable": [*map(str, result.unreadable)]}, indent=2))
     elif form == "sarif":
         from toolkit.lint.sarif import sarif
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.entry_point import print_failure, print_message
+from toolkit.entry_point import print_failure, print_failure_json, print_message
 from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
 from toolkit.flags import CpuFlag, JsonOutput, ModelName, OptionalModelName, PresetName, TrainingArguments
 from toolkit.hardware.gpus import trains_on_cpu, visible_world_size
@@ -213,5 +213,9 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     result, run = rehearse_once(planned, on_line=print_message)
     if result.failure is not None:
         print_failure(result.status, result.failure)
+        if as_json:
+            print_failure_json(
+                f"{result.status}: {result.failure['message']}", result.failure.get("hint"), result.exit_code
+            )
         raise typer.Exit(result.exit_code)
     print(json.dumps(result_facts(run), indent=2) if as_json else "\n".join(result_lines(run)))

@@ -22,8 +22,8 @@ from toolkit.cli.plan import plan, recommend, rehearse
 from toolkit.cli.presets import preset_app, presets
 from toolkit.cli.simulate import simulate_app
 from toolkit.cli.train import compare, report, train, tune
-from toolkit.entry_point import exit_code_of, print_message
-from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT
+from toolkit.entry_point import exit_code_of
+from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, ToolkitError
 from toolkit.files.secrets import hide_words
 
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
@@ -109,7 +109,9 @@ def program() -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; errors are printed in two lines, without a traceback."""
-    sys.exit(exit_code_of(lambda: _run_command(sys.argv[1:] if argv is None else argv)))
+    words = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in words[: words.index("--") if "--" in words else None]
+    sys.exit(exit_code_of(lambda: _run_command(words), as_json=as_json))
 
 
 def _run_command(argv: list[str]) -> int | None:
@@ -128,7 +130,8 @@ def _run_command(argv: list[str]) -> int | None:
     try:
         code: int | None = program()(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
-        _print_usage_error(error)
+        if refusal := _usage_error(error):
+            raise refusal from None
         return EXIT_INVALID_INPUT
     except typer.Abort:
         raise KeyboardInterrupt from None
@@ -137,15 +140,15 @@ def _run_command(argv: list[str]) -> int | None:
     return code
 
 
-def _print_usage_error(error: Any) -> None:
-    """Print what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
+def _usage_error(error: Any) -> ToolkitError | None:
+    """Return what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
     from toolkit.job.argument_aliases import ALIASES
     from toolkit.job.argument_reading import argument_types
 
     kind = type(error).__name__
     if kind == "NoArgsIsHelpError":
         error.show()
-        return
+        return None
     message = " ".join(str(error.format_message()).split())
     command = error.ctx.command_path if error.ctx else "toolkit"  # without a context if a value is missing
     option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
@@ -154,4 +157,4 @@ def _print_usage_error(error: Any) -> None:
         message, hint = "no such option: --price", "it is `--price-per-gpu-hour`"
     elif kind == "NoSuchOption" and (option in ALIASES or option in argument_types()):
         message, hint = error.message, f"training arguments go after `--`: `{command} ... -- --{option} ...`"
-    print_message(f"error: {message[:1].lower()}{message[1:].rstrip('.')}\n  hint: {hint}")
+    return ToolkitError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint=hint)

@@ -74,12 +74,12 @@ def _show(
     page: Callable[[], SimulationReport],
 ) -> None:
     written = json.dumps(values, indent=2) + "\n"
-    if as_json:
-        print(written, end="")
-    else:
-        text().print()
     if folder is not None:
         from toolkit.report.rendering import write_report_file
 
         write_report_file(folder / "simulation.json", written)
         print_message(f"report: {write_report_file(folder / 'simulation.html', page().page())}")
+    if as_json:
+        print(written, end="")
+    else:
+        text().print()

@@ -191,7 +191,7 @@ def report(
     files of such rows: checks them.
     """
     if share:
-        return _share(folders)
+        return _share(folders, as_json=as_json)
     from toolkit.compare.commands import write_report_again
 
     if len(folders) > 1:
@@ -199,7 +199,7 @@ def report(
     write_report_again(folders[0], price_per_gpu_hour=price_per_gpu_hour, as_json=as_json)
 
 
-def _share(paths: list[Path]) -> None:
+def _share(paths: list[Path], *, as_json: bool) -> None:
     from toolkit.record.shared_run import SharedRun, check_shared_rows
 
     if not paths[0].is_file():
@@ -209,4 +209,6 @@ def _share(paths: list[Path]) -> None:
     problems = [problem for path in paths for problem in check_shared_rows(path)]
     if problems:
         raise RunFailed("\n".join(problems))
+    if as_json:
+        print(json.dumps({"checked": list(map(str, paths))}, indent=2))
     print_message(f"{counted(len(paths), 'row')} checked")

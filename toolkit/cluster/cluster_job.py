@@ -195,9 +195,9 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest, job = options.world_sizes[-1], Job.from_argv(argv)
     if options.check_files:
-        gpus = None if options.cpu else largest
-        nodes = options.max_nodes
-        return check_job(preset, job, num_processes=largest, cpu=options.cpu, gpus=gpus, nodes=nodes).warnings
+        gpus, nodes, cpu = None if options.cpu else largest, options.max_nodes, options.cpu
+        checked = check_job(preset, job, num_processes=largest, cpu=cpu, gpus=gpus, nodes=nodes, starts=False)
+        return checked.warnings
     return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 

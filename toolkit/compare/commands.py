@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +14,7 @@ from toolkit.compare.build_results import at_price, build_results, unfinished_re
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
-from toolkit.compare.predictions import announcement, dry_run_text
+from toolkit.compare.predictions import announcement, dry_run, dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
 from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
@@ -22,7 +22,7 @@ from toolkit.compare.specification import ComparisonSpec, make_specification, op
 from toolkit.demo.assets import attribution
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
-from toolkit.errors import EXIT_RUN_FAILED, ToolkitError
+from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus, gpu_names
@@ -46,8 +46,9 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
     """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
     checked = check_comparison(options)
     if options.dry_run:
-        print(dry_run_text(options, checked.spec, checked.unsupported))
-        return
+        planned = dry_run(options, checked.spec, checked.unsupported)
+        text = dry_run_text(planned, checked.spec, options.price_per_gpu_hour)
+        return print(json.dumps(planned, indent=2) if as_json else text)
     folder, price = options.output_dir, options.price_per_gpu_hour
     open_comparison(folder, checked.spec, resume=options.resume)
     checked.ledger.read()  # a damaged line is reported before anything starts
@@ -66,9 +67,8 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
                 runner.run()
                 runner.run_side_runs()
         except KeyboardInterrupt:
-            finished = "stopped; finished trials are kept, and in"
-            print_message(f"{finished} `toolkit report {folder}`. The same command with `--resume` resumes.")
-            raise typer.Exit(EXIT_RUN_FAILED) from None
+            hint = f"`toolkit report {folder}` shows the finished trials; the same command with `--resume` resumes"
+            raise RunFailed("stopped; finished trials are kept", hint=hint) from None
         _publish(
             build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder, as_json=as_json
         )
@@ -92,7 +92,7 @@ def check_comparison(options: CompareOptions) -> Runner:
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
     presets = {name: spec.preset(name) for name in largest}
     own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
-    for preset in presets.values():
+    for preset in () if options.dry_run else presets.values():
         check_libraries(preset, runs_script=options.runs_script)
     nvme: dict[str, NvmeDisk | None] = {}
     if not options.runs_script:
@@ -105,6 +105,7 @@ def check_comparison(options: CompareOptions) -> Runner:
                 gpus=gpus,
                 nodes=nodes,
                 ranks_per_gpu=spec.ranks_per_gpu,
+                starts=not options.dry_run,
             )
             for row in dict.fromkeys([supported[-1], *own])
         ]

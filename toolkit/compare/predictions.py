@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from toolkit.compare.ledger import (
     LEDGER_FILE,
@@ -150,39 +150,50 @@ def search_bounds(spec: ComparisonSpec, row: RowKey) -> tuple[int, int]:
     return min(job.per_device_train_batch_size, cap), cap
 
 
-def dry_run_text(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> str:
-    """Return every trial in running order, with duration and cost of those left. `unsupported`: row to reason."""
-    records = Ledger(options.output_dir / LEDGER_FILE).read()
+def dry_run(options: CompareOptions, spec: ComparisonSpec, unsupported: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `--dry-run --json` prints: every trial in running order. `unsupported`: row to reason."""
+    records, rows = Ledger(options.output_dir / LEDGER_FILE).read(), list[dict[str, Any]]()
     at_largest = with_largest_batches(spec, records)
     named = None if options.gpu is None else find_gpu(options.gpu)
     gpu = named if named or options.on_cpu else common_gpu(gpu_names())
-    trials, allocation, shape = spec.trials(), spec.allocation(), read_shape(spec.own_job)
-    durations: dict[Trial, ExpectedDuration | None] = {}
-    searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
-    lines = [_search_line(spec, row, records) for row in searched]
-    for place, trial in enumerate(trials, 1):
-        outlook = _reason_to_skip(trial, records, unsupported)
-        if outlook is None:
-            durations[trial] = duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
-            planned = planned_columns(at_largest, trial.row, shape=shape, gpu=named)
-            memory = f"predicted memory {gib(planned.get('planned_peak_bytes'))}"
-            outlook = f"duration {NOT_AVAILABLE}, {memory}"
-            if duration is not None:
-                span = _range(duration.low, duration.high)
-                outlook = f"duration {span} {SOURCE_TEXTS[duration.source]}; {memory}"
-        lines.append(f"[{place}/{len(trials)}] {trial.label}: {outlook}")
+    allocation, shape = spec.allocation(), read_shape(spec.own_job)
+    for trial in spec.trials():
+        command, duration, planned = None, None, dict[str, int]()
         if trial.row.name not in unsupported:
-            run_options = at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id)
-            command = at_largest.command(run_options)
-            lines.append(f"    {(command if allocation is None else allocation.spread(command)).shown}")
-    total = _total(durations, options.price_per_gpu_hour)
-    lines.append(f"{len(durations)} of {len(trials)} trials to run, in {total}; nothing was started")
-    if any(duration is not None and duration.source == "planner" for duration in durations.values()):
+            words = at_largest.command(at_largest.train_options(trial.row, options.output_dir / "trials" / trial.id))
+            command = (words if allocation is None else allocation.spread(words)).shown
+        if (not_run := _reason_to_skip(trial, records, unsupported)) is None:
+            duration = expected_duration(trial.row, records, at_largest, shape=shape, gpu=gpu)
+            planned = planned_columns(at_largest, trial.row, shape=shape, gpu=named)
+        facts = {"preset": trial.row.preset, "world_size": trial.row.world_size, "repeat": trial.repeat}
+        facts |= {"trial": trial.label, "not_run": not_run, "command": command}
+        facts |= {"seconds": duration and duration[:2], "source": duration and duration.source}
+        rows.append(facts | {"planned_peak_bytes": planned.get("planned_peak_bytes")})
+    searched = [] if spec.find_max_batch is None else [row for row in spec.rows() if row.name not in unsupported]
+    searches = [_search_line(spec, row, records) for row in searched]
+    return {"trials": rows, "searches": searches, "gpu": gpu and gpu.name}
+
+
+def dry_run_text(planned: Mapping[str, Any], spec: ComparisonSpec, price_per_gpu_hour: float | None) -> str:
+    """Return a dry run as lines, with duration and cost of the trials that are left."""
+    lines, trials = list(planned["searches"]), planned["trials"]
+    for place, facts in enumerate(trials, 1):
+        outlook = facts["not_run"]
+        if outlook is None:
+            span, source = facts["seconds"], facts["source"]
+            known = f"{NOT_AVAILABLE}," if span is None else f"{_range(*span)} {SOURCE_TEXTS[source]};"
+            outlook = f"duration {known} predicted memory {gib(facts['planned_peak_bytes'])}"
+        lines.append(f"[{place}/{len(trials)}] {facts['trial']}: {outlook}")
+        lines += [] if facts["command"] is None else [f"    {facts['command']}"]
+    left = [(facts["world_size"], facts["seconds"]) for facts in trials if facts["not_run"] is None]
+    total = _total(left, price_per_gpu_hour)
+    lines.append(f"{len(left)} of {len(trials)} trials to run, in {total}; nothing was started")
+    if any(facts["source"] == "planner" for facts in trials):
         lines.append(
-            f"durations by the planner are of steps on {gpu.name if gpu else NOT_AVAILABLE}, with rows of full length;"
+            f"durations by the planner are of steps on {planned['gpu'] or NOT_AVAILABLE}, with rows of full length;"
             " starting, loading and saving come on top, and are known after a first trial"
         )
-    if None in durations.values():
+    if None in (span for _, span in left):
         why = "the planner needs a GPU that it lists, for each rank, and --max_steps"
         where = "of a script" if spec.script_or_module else "on a CPU"
         on_cpu = f"{where} no duration is known before a first trial: run one, stop, and repeat the dry run"
@@ -195,8 +206,9 @@ def announcement(options: CompareOptions, spec: ComparisonSpec, unsupported: Map
     """Return how many trials are left to run, why so many, and how long they take, as far as that is known."""
     records, shape = Ledger(options.output_dir / LEDGER_FILE).read(), read_shape(spec.own_job)
     gpu = None if options.on_cpu else common_gpu(gpu_names())
-    left = [trial for trial in spec.trials() if _reason_to_skip(trial, records, unsupported) is None]
-    total = _total({trial: expected_duration(trial.row, records, spec, shape=shape, gpu=gpu) for trial in left}, None)
+    left = [trial.row for trial in spec.trials() if _reason_to_skip(trial, records, unsupported) is None]
+    spans = [expected_duration(row, records, spec, shape=shape, gpu=gpu) for row in left]
+    total = _total([(row.world_size, span) for row, span in zip(left, spans, strict=True)], None)
     rows = counted(len(spec.rows()) - len(unsupported), "preset" if len(spec.world_sizes) == 1 else "row")
     known = "how long is known after the first" if total == NOT_AVAILABLE else f"{total} in all"
     why = "; repeats tell a difference from noise, `--repeats 1` makes single runs" if spec.repeats > 1 else ""
@@ -220,8 +232,9 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
     return None if failed is None else f"not run, since {failed.label} ended as {failed.status}"
 
 
-def _total(durations: Mapping[Trial, ExpectedDuration | None], price_per_gpu_hour: float | None) -> str:
-    ends = [(trial.row.world_size, span.low, span.high) for trial, span in durations.items() if span is not None]
+def _total(durations: Sequence[tuple[int, Sequence[Any] | None]], price_per_gpu_hour: float | None) -> str:
+    """The time of trials, and its cost, by the processes and the seconds (lowest, highest) of each."""
+    ends = [(size, *span[:2]) for size, span in durations if span is not None]
     if len(ends) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")
     total = _range(sum(low for _, low, _ in ends), sum(high for _, _, high in ends))

@@ -88,6 +88,7 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
         cpu=options.on_cpu,
         gpus=None if options.gpu is None else options.world_size(preset),
         ranks_per_gpu=options.ranks_per_gpu,
+        starts=not options.dry_run,
     )
     check_output(run.job, preset.traits)
     nvme = check_nvme(preset, nvme_path=options.nvme_path, job=run.job, cpu=options.on_cpu)

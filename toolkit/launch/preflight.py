@@ -30,6 +30,7 @@ from toolkit.job.job import Job
 from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
 from toolkit.models.hub import download_config, no_such_model
+from toolkit.models.read_model import config_path
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec
@@ -62,10 +63,12 @@ def check_job(
     gpus: int | None = None,
     nodes: int = 1,
     ranks_per_gpu: int = 1,
+    starts: bool = True,
 ) -> TrainingRun:
     """Check everything but the output folder, which a comparison chooses itself.
 
     `gpus` is the number of GPUs of the other nodes, where the job runs there; default: those that are visible here.
+    Where nothing `starts`, a model that is known by name is not asked for.
 
     Raises ToolkitError for the first problem.
     """
@@ -76,7 +79,7 @@ def check_job(
     check_required(job, ("model_name_or_path", "dataset"))
     warnings = check_arguments(job, preset, num_processes=num_processes, on_cpu=cpu, here=here)
     revision = job.revision if "revision" in job.given else None
-    config = check_model(str(job.model_name_or_path), revision=revision)
+    config = check_model(str(job.model_name_or_path), revision=revision, starts=starts)
     check_parts(job, config)
     rows, names = check_dataset(job), ", ".join(job.dataset)
     if job.val_size is not None and rows is not None and not job.dataset_weights:
@@ -130,10 +133,10 @@ def check_required(job: Job, names: Sequence[str]) -> None:
             raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
 
 
-def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
+def check_model(name: str, *, revision: str | None = None, starts: bool = True) -> dict[str, Any]:
     """Check that a model is a local folder with configuration and weights, or an id on the hub.
 
-    Returns its configuration.
+    Returns its configuration: where nothing `starts`, the one that plans have of a model that they know by name.
     """
     folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
@@ -147,7 +150,7 @@ def check_model(name: str, *, revision: str | None = None) -> dict[str, Any]:
     if os.path.exists(folder) or not is_hub_id(name):  # noqa: PTH110
         raise no_such_model(name)
     # it is small, and a wrong id is found before ranks start
-    return read_config(download_config(name, revision=revision))
+    return read_config(download_config(name, revision=revision) if starts or revision else config_path(name))
 
 
 def check_dataset(job: Job) -> int | None:

@@ -185,9 +185,11 @@ def plan_run(preset: PresetSpec, job: Job, *, world_size: int, gpu: Gpu, host_me
 def default_preset(job: Job, *, world_size: int, gpu: Gpu) -> str:
     """Return the preset that `toolkit recommend` takes for a job in its batch; where none fits, the smallest.
 
-    Those whose libraries are not installed here are left out. Raises ToolkitError for a job that cannot be planned.
+    Those whose libraries are not installed here, or that need a disk, are left out. Raises ToolkitError for a job that
+    cannot be planned.
     """
-    usable = [preset for preset in list_presets() if set(job.degrees) <= set(preset.parallel)]
+    presets = [preset for preset in list_presets() if not preset.uses_nvme]
+    usable = [preset for preset in presets if set(job.degrees) <= set(preset.parallel)]
     usable = [preset for preset in usable if all(map(is_importable, preset.traits.needs))]
     shape = read_model(str(job.model_name_or_path), count=False)
     request = PlanRequest(shape=shape, presets=usable, world_sizes=[world_size], job=PlannedJob.of(job), gpu=gpu)

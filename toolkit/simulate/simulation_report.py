@@ -26,7 +26,7 @@ class SimulationReport:
 
     def print(self) -> None:
         """Print it as text."""
-        console = Console(width=terminal_columns())
+        console = Console(width=max(terminal_columns(), 104))  # that of a model's stages, whose names stay whole
         print(self.summary)
         for heading, content in self.sections:
             if heading and isinstance(content, Table | str):

@@ -73,7 +73,7 @@ def _row(measured: Measured, standing: Standing) -> dict[str, Any]:
         "planned_step_seconds": setting.planned_step_seconds,
         "outcome": measured.outcome if reached else "not_tried",
         "round": measured.round,
-        "why": measured.why if reached else "the search ended before its first trial",
+        "why": measured.why if reached else "it has no trial",
         "trials": len(logs),
         "seconds_per_step": math.exp(statistics.fmean(logs)) if logs else None,
         "seconds_interval": mean_interval(standing.figures, setting.name) if logs else None,
