@@ -132,12 +132,12 @@ class Surface(NamedTuple):
 
 def surfaces() -> Iterator[Surface]:
     differences, close = recorded_differences(), [number / 100 for number in range(6)]
-    for name, noise in recorded_noise().items():
-        yield Surface(f"{name}: recorded differences", noise, differences)
-        yield Surface(f"{name}: 0 to 5 % apart", noise, close)
-        yield Surface(f"{name}: all equal", noise, [0.0])
-        yield Surface(f"{name}: 0 to 5 % apart, rounds drift by 10 %", noise, close, drift=0.1)
-        yield Surface(f"{name}: 0 to 5 % apart, noise by setting", noise, close, per_setting=True)
+    for name, groups in recorded_noise().items():
+        yield Surface(f"{name}: recorded differences", groups, differences)
+        yield Surface(f"{name}: 0 to 5 % apart", groups, close)
+        yield Surface(f"{name}: all equal", groups, [0.0])
+        yield Surface(f"{name}: 0 to 5 % apart, rounds drift by 10 %", groups, close, drift=0.1)
+        yield Surface(f"{name}: 0 to 5 % apart, noise by setting", groups, close, per_setting=True)
 
 
 def search(surface: Surface, chance: random.Random) -> tuple[bool, float]:
