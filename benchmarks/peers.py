@@ -1,4 +1,4 @@
-"""Run the same fine-tuning job in a bare Trainer, the toolkit, TRL, LLaMA-Factory, ms-swift, axolotl and torchtune.
+"""Run the same fine-tuning job in a bare Trainer, the toolkit, TRL, LLaMA-Factory, ms-swift and axolotl.
 
     python benchmarks/peers.py --work DIR --repeats 5
     python benchmarks/peers.py --work DIR --peers bare toolkit trl --jobs single-full ddp-lora --repeats 9
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_jobs import comparison, environments, measurement
-from peer_jobs.commands import PROGRAMS, NotOffered, environment_of, observe_launch
+from peer_jobs.commands import PROGRAMS, environment_of, observe_launch
 from peer_jobs.job import METHODS, PRESETS, SIZES, Job, Setting, prepare
 from peer_jobs.turns import run_in_turns
 from record import append_line, print_table, read_lines, write_result
@@ -72,10 +72,7 @@ def run_program(
     observed: bool = False,
     turns_port: int | None = None,
 ) -> measurement.Run:
-    """Run a program once in an empty folder, if wanted observed, or in turns with others.
-
-    Raises NotOffered where it cannot run the job.
-    """
+    """Run a program once in an empty folder, if wanted observed, or in turns with others."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     python = environments.python_of(program, environments_folder)
@@ -100,10 +97,7 @@ def measure(program: str, job: Job, given: argparse.Namespace, turns_port: int |
     limits = {"environments_folder": given.environments, "timeout": given.timeout_seconds}
     if program in given.unbuilt:
         return {"exit_code": None, "error": given.unbuilt[program]}
-    try:
-        run = run_program(program, job, folder, **limits, turns_port=turns_port)
-    except NotOffered as reason:
-        return {"exit_code": None, "error": str(reason)}
+    run = run_program(program, job, folder, **limits, turns_port=turns_port)
     if run.error is None:
         shutil.rmtree(folder)
     # Programs that are alive at the same time share pages, so that a share of them is not what one needs alone.
@@ -143,12 +137,8 @@ def header(figures: Mapping[str, str]) -> list[str]:
     return ["job", "program", "runs", *(cell for column in figures.values() for cell in (column, RATIO))]
 
 
-def table_rows(_: Record, rows: Sequence[Record], *, figures: Mapping[str, str]) -> list[list[object]]:
-    """Return the table of a record: figures, a reason where a program could not run, a note where it differs."""
-    return [cells_of(row, figures) for row in rows]
-
-
 def cells_of(row: Record, figures: Mapping[str, str]) -> list[object]:
+    """Return a row of the table: figures, a reason where a program could not run, a note where it differs."""
     head = [f"`{row['job']}`", row["program"]]
     if "error" in row:
         code = "not run" if row["exit_code"] is None else f"exit {row['exit_code']}"
@@ -182,13 +172,6 @@ def shown(ratio: Record | None) -> str:
     return f"{ratio['ratio']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
 
 
-TABLES = {
-    f"peers{job}{turns}": (header(figures), functools.partial(table_rows, figures=figures))
-    for job in ("", "_one_process", "_two_ranks")
-    for turns, figures in (("_in_turns", SPEED), ("", MEMORY))
-}
-
-
 def job_of(name: str, given: argparse.Namespace) -> Job:
     preset, method = name.split("-")
     model, rows = given.work / "model", given.work / "rows" / "train.jsonl"
@@ -205,7 +188,7 @@ def build_all(given: argparse.Namespace) -> dict[str, str]:
         except environments.Unbuildable as reason:
             unbuilt[program] = f"environment: {reason}"
             continue
-        if given.device == "cpu" and any(name.startswith("zero") for name in given.jobs) and program != "torchtune":
+        if given.device == "cpu" and any(name.startswith("zero") for name in given.jobs):
             environments.compile_ops(program, given.environments)
     return unbuilt
 
@@ -267,7 +250,7 @@ def main() -> None:
     left = run_all(given, done)
     rows = results(done, given)
     for figures in (SPEED,) if given.in_turns else (SPEED, MEMORY):
-        print_table(header(figures), table_rows({}, rows, figures=figures))
+        print_table(header(figures), [cells_of(row, figures) for row in rows])
     if left:
         raise SystemExit(f"{left} runs are left: the same command resumes")
     built = [program for program in given.peers if program not in given.unbuilt]

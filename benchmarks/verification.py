@@ -11,7 +11,6 @@ resumes.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from record import ROOT, append_line, print_table, read_lines, write_result
+from record import ROOT, append_line, read_lines, write_result
 from small_job import fork_runs_on_cpus, small_model, words
 
 sys.path.append(str(ROOT / "tests" / "support"))
@@ -39,16 +38,6 @@ from toolkit.record.folder import read_json
 FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
 OURS, SFT, DPO, GRPO = "toolkit train", "sft", "dpo", "grpo"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
-HEADER = ("Field", "Deviation", "Found: toolkit train", "Found: TRL", "As reported")
-VERIFY = ROOT / "toolkit" / "observe" / "verify"
-# Keys of other dicts in the functions that say what is expected: entries of a checkpoint's manifest.
-NOT_COMPARED = {
-    "pipeline_chunks",
-    "data_parallel_size",
-    "global_batch_size",
-    "streaming_buffer_size",
-    "dataset_weights",
-}
 OTHER_TRAINERS = ROOT / "tests" / "scripts" / "other_trainers.py"
 COPIES = ROOT / "tests" / "scripts" / "apart.py"
 TIMEOUT_MINUTES = 10.0
@@ -175,73 +164,6 @@ DEVIATIONS = (
     Deviation("gradient_bytes", "some have no gradient", under("detached", "fsdp2"), trl=None),
     Deviation("optimizer_bytes", "a matrix is not updated", under("one_left_out", *ENGINES)),
 )
-
-NOT_INJECTED = {
-    "layers of all stages": "the toolkit's own loop divides the layers: no library's setting does",
-    "parameter_bytes of all stages": "the same",
-    "pipeline_stages": "the same",
-    "micro_batches": "the same",
-    "activation_dtype": "the same",
-    "kernels": "`tests/observe/kernels/test_read_kernels.py` injects 21 faults",
-}
-"""Field -> why no deviation is injected from outside."""
-
-EXPECTED, BYTES = "every expected value", "bytes of each part"
-EQUAL_ON_ALL_RANKS = "values of all ranks"
-OF_ALL_RANKS = {"initial_weights_sha256", "learning_rates", "optimizer_steps"}
-CHECKS = {
-    "differences": (EXPECTED,),
-    "rank_differences": (EQUAL_ON_ALL_RANKS,),
-    "replica_differences": ("replicas",),
-    "kernel_differences": ("kernels",),
-    "byte_differences": (BYTES,),
-    "byte_limit_differences": (BYTES,),
-    "pipeline_differences": ("layers of all stages", "parameter_bytes of all stages"),
-    "layout_differences": ("batch_group", "first_rows_sha256", "first_rows_sha256"),
-    "unclipped": (NORM,),
-}
-"""Function of `toolkit/observe/verify` -> the fields of the differences that it makes, one per place."""
-
-
-def compared_fields() -> set[str]:
-    """Return every value that verification compares: those that it expects by name, and those of `CHECKS`."""
-    expecting = {
-        "observe/verify/expected.py": ("expected_values", "_expected_optimizer"),
-        "observe/verify/verification.py": ("expected_values",),
-        "train/trainer.py": ("expected_readings", "observer_parts"),
-        "engines/engine.py": ("gradient_facts", "held_dtypes"),
-    }
-    keys: set[str] = set()
-    for name, functions in expecting.items():
-        for node in functions_of(ROOT / "toolkit" / name):
-            if node.name in functions:
-                keys |= {key for inner in ast.walk(node) for key in string_keys(inner)}
-    mixed = {field for fields in CHECKS.values() for field in fields} - {EXPECTED, BYTES, EQUAL_ON_ALL_RANKS}
-    parts = {f"{part}_bytes" for part in ("parameter", "gradient", "optimizer")}
-    return (keys - NOT_COMPARED) | mixed | OF_ALL_RANKS | parts | {LARGE, "packing"}
-
-
-def string_keys(node: ast.AST) -> list[str]:
-    """Return the keys of a dict display, or that of `values["key"] = ...`."""
-    keys = node.keys if isinstance(node, ast.Dict) else []
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-        keys = [node.slice]
-    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-
-
-def places_that_report() -> dict[str, int]:
-    """Return how many differences each function of the verification can make, by name."""
-    places: Counter[str] = Counter()
-    for path in sorted(VERIFY.glob("*.py")):
-        for node in functions_of(path):
-            if not any(isinstance(inner, ast.FunctionDef) for inner in ast.walk(node) if inner is not node):
-                calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-                places[node.name] += sum(ast.unparse(call.func) == "Difference" for call in calls)
-    return {name: count for name, count in places.items() if count}
-
-
-def functions_of(path: Path) -> Iterator[ast.FunctionDef]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
 class Run(NamedTuple):
@@ -406,39 +328,6 @@ def found(run: Run, folder: Path, message: str) -> str | None:
     return str(of_field[0]) if of_field else None
 
 
-def table_rows(_: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[list[object]]:
-    """Return one row per field and deviation: presets in which it was found, of those in which it was injected."""
-    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["field"]:
-            grouped.setdefault((row["field"], row["does"]), []).append(row)
-    table = []
-    for (field, does), members in grouped.items():
-        ours = [row for row in members if row["trainer"] == OURS]
-        others = [row for row in members if row["trainer"] != OURS]
-        shown = next((row["found"] for row in members if row["found"]), None)
-        shown = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", shown or "")
-        table.append([f"`{field}`", does, by_preset(ours), by_preset(others), f"`{shown}`" if shown else ""])
-    return table
-
-
-def by_preset(rows: Sequence[dict[str, Any]]) -> str:
-    """`zero2, zero3; not fsdp2`, with TRL's trainers other than SFT in brackets."""
-
-    def names(found: bool) -> str:
-        these = [row for row in rows if bool(row["found"]) is found]
-        more = {row["preset"]: "" for row in these}
-        for row in these:
-            more[row["preset"]] += f" {row['trainer']}" if row["trainer"] not in (OURS, SFT) else ""
-        return ", ".join(
-            preset + (f" ({trainers.strip().replace(' ', ', ')} too)" if trainers else "")
-            for preset, trainers in more.items()
-        )
-
-    missed = names(False)
-    return "; ".join(part for part in (names(True), f"**not {missed}**" if missed else "") if part) or "n/a"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Deviations that verification must find, and honest runs.")
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
@@ -471,7 +360,6 @@ def publish(rows: Sequence[dict[str, Any]], *, planned: int, writes: bool) -> in
         row["fault"] + " under " + row["preset"] + " in " + row["trainer"] for row in deviating if not row["found"]
     ]
     flagged = [f"{row['trainer']} {row['preset']} {row['arguments']}" for row in honest if row["status"] != "completed"]
-    print_table(HEADER, table_rows({}, rows))
     print(f"found: {len(deviating) - len(missed)} of {len(deviating)}; missed: {', '.join(missed) or 'none'}")
     print(f"flagged: {len(flagged)} of {len(honest)} honest runs: {', '.join(flagged) or 'none'}")
     if writes:

@@ -131,25 +131,6 @@ def test_errors_are_planned_over_measured_and_summed_up_by_half() -> None:
     assert rows["calibration", "allocated"]["mean"] == rows["test", "states"]["mean"] == 0
 
 
-@pytest.mark.parametrize(("traced_gib", "wrong"), [(20, []), (30, ["1 on rtx-4090: fits, would not fit"])])
-def test_a_verdict_that_a_trace_contradicts_is_listed(traced_gib: int, wrong: list[str]) -> None:
-    case = case_of("test", 20 * 2**30, 0)
-    case["planned"] |= {"peak_phase": "forward", "overhead_bytes": 0}
-    case["planned"]["phases"]["forward"] |= dict.fromkeys(plan_errors.STATES, 0)
-    case["planned"]["planned_peak_bytes"] = 20 * 2**30
-    case["measured"]["peaks"] = {"forward": {"total_bytes": traced_gib * 2**30}}
-    found = plan_errors.verdicts_against_traces([case])
-    assert found["wrong"] == wrong
-    assert sum(found["said"].values()) == len(found["cards"])
-
-
-def test_a_case_with_the_verdict_fits_that_ran_out_of_memory_is_listed() -> None:
-    case = case_of("test", 90, 100)
-    case["planned"]["verdict"], case["measured"] = "fits", {"status": "out_of_memory"}
-    assert plan_errors.out_of_memory_among_fits([case]) == ["1"]
-    assert plan_errors.plan_errors(case) == {}
-
-
 @pytest.mark.launch
 def test_the_script_runs_on_a_cpu_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     finished = grid.tiny_grid()[0] | {"planned": None, "measured": {"status": "out_of_memory"}}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from launching import ROOT, cpu_environment, run_warm
 
 from toolkit.convert.conversion import convert_file
@@ -22,13 +21,11 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 
 import peers  # noqa: E402
 from peer_jobs import comparison, measurement  # noqa: E402
-from peer_jobs.commands import PROGRAMS, Launch, NotOffered  # noqa: E402
+from peer_jobs.commands import PROGRAMS, Launch  # noqa: E402
 from peer_jobs.job import LORA_R, Job, Setting, make_rows  # noqa: E402
 from peer_jobs.turns import run_in_turns  # noqa: E402
 
 SETTING = Setting(steps=4, untimed_steps=2, max_length=8)
-LLAMA = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA |= {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
 
 
 @pytest.fixture
@@ -37,7 +34,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     model, rows = tmp_path / "model", tmp_path / "rows" / "train.jsonl"
     model.mkdir()
     rows.parent.mkdir()
-    (model / "config.json").write_text(json.dumps(LLAMA | {"rope_parameters": {"rope_theta": 10000.0}}))
     rows.write_text('{"text": "one"}\n{"text": "two"}\n')
     return Job(preset="zero2", method="lora", setting=SETTING, model=model, rows=rows)
 
@@ -77,15 +73,6 @@ def test_our_own_command_line_is_read_and_trains_lora_as_the_others_do(job: Job)
     argv = launch_of("toolkit", job).argv
     found = read_arguments(argv[argv.index("--") + 1 :])
     assert (found["lora_r"], found["lora_alpha"], found["train_sampling_strategy"]) == (8, 16, "sequential")
-
-
-def test_torchtune_is_given_the_models_sizes_and_is_not_asked_for_an_engine_that_it_lacks(job: Job) -> None:
-    with pytest.raises(NotOffered, match="one process or FSDP2"):
-        launch_of("torchtune", job)
-    alone = launch_of("torchtune", dataclasses.replace(job, preset="single"))
-    model = yaml.safe_load(alone.files["job.yaml"])["model"]
-    assert (model["embed_dim"], model["num_kv_heads"], model["rope_base"]) == (16, 2, 10000)
-    assert "lora_finetune_single_device" in alone.argv
 
 
 class Letters:

@@ -133,11 +133,11 @@ READINGS: dict[str, Callable[[], str]] = {
     "attention read, heads of 288": lambda: read_attention(head=288),
     "attention read, values of another size": lambda: read_attention(head=96, values=64),
     "attention read, dropout": lambda: read_attention(dropout=0.1),
-    "experts read": lambda: _read_experts(),
+    "experts read": lambda: read_experts(),
 }
 
 
-def _read_experts() -> str:
+def read_experts() -> str:
     rows, weights = tensor(64, 32), tensor(4, 32, 32)
     ends = torch.arange(1, 5, device=DEVICE, dtype=torch.int32) * 16
     graph = LossGraph(torch._grouped_mm(rows, weights, offs=ends).sum(), reads_saved=True)
@@ -147,18 +147,12 @@ def _read_experts() -> str:
 
 
 def main() -> None:
-    for name, read in READINGS.items():
-        try:
-            note = read()
-        except Exception as error:  # a kernel that this GPU, or this torch, does not have; or another was read
-            note = f"{type(error).__name__}: {error}"[:200]
-        print(json.dumps({"kernel": name, "seconds": None, "note": note}), flush=True)
-    for name, run in KERNELS.items():
+    for name, run in (READINGS | KERNELS).items():
         line: dict[str, Any] = {"kernel": name, "seconds": None, "note": ""}
         try:
-            line["seconds"] = run()
-        except Exception as error:  # a kernel that this GPU, or this torch, does not have
-            line["note"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            line["note" if name in READINGS else "seconds"] = run()
+        except Exception as error:  # a kernel that this GPU, or this torch, does not have; or another was read
+            line["note"] = f"{type(error).__name__}: {error}"[:200]
         print(json.dumps(line), flush=True)
         if ON_GPU:
             torch.cuda.empty_cache()

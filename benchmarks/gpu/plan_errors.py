@@ -1,9 +1,8 @@
-"""Errors of plans against measurements and traces, summed up by half, preset and method; and wrong verdicts."""
+"""Errors of plans against measurements and traces, summed up by half, preset and source of activations."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,6 @@ from toolkit.presets import load_preset
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 QUANTITIES = ("states", "traced", "allocated", "reserved", "step")
-# Goals on the test half: mean and 95th percentile of the absolute error.
-GOALS = {"allocated": (0.02, 0.05), "traced": (0.02, 0.05), "reserved": (0.05, 0.10), "step": (0.08, None)}
-# GPUs whose verdicts are checked, from the smallest in the table to the one of the grid.
-GPUS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100")
 
 
 def plan_errors(case: Case) -> dict[str, float]:
@@ -40,7 +35,8 @@ def peak_pairs(case: Case) -> dict[str, tuple[int, int]]:
         pairs["allocated"] = (max(p["allocated_bytes"] for p in plan["phases"].values()), found["peak_allocated_bytes"])
         pairs["reserved"] = (reserved_bytes(case, plan), found["peak_reserved_bytes"])
     if found["peaks"]:
-        pairs["traced"] = (max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"]), traced_peak(case))
+        planned = max(plan["phases"][phase]["allocated_bytes"] for phase in found["peaks"])
+        pairs["traced"] = (planned, max(int(peak["total_bytes"]) for peak in found["peaks"].values()))
     return pairs
 
 
@@ -48,11 +44,6 @@ def reserved_bytes(case: Case, plan: dict[str, Any]) -> int:
     """Return what torch's allocator is planned to reserve: the peak without CUDA's context and the communicators."""
     engine = engine_settings(load_preset(case["preset"]), world_size=case["world_size"], hidden_size=1)
     return int(plan["planned_peak_bytes"]) - driver_bytes(engine)
-
-
-def traced_peak(case: Case) -> int:
-    """Return the highest peak on fake tensors."""
-    return max(int(peak["total_bytes"]) for peak in case["measured"]["peaks"].values())
 
 
 def recorded(case: Case) -> dict[str, Any]:
@@ -66,35 +57,35 @@ def recorded(case: Case) -> dict[str, Any]:
 GROUPS: dict[str, Callable[[Case], str]] = {
     "all": lambda _: "all",
     "preset": lambda case: str(case["preset"]),
-    "method": lambda case: str(case["method"]),
-    "checkpointing": lambda case: "recomputed" if case["activation_checkpointing"] else "kept",
     "activations": lambda case: str(case["activations_from"]),
 }
 
 
 def summary(rows: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return the errors of each half: of all cases, and by preset, method, checkpointing and source of activations."""
+    """Return the errors of each half: of all cases, and by preset and source of activations."""
     found = []
     for group, name_of in GROUPS.items():
         for split in ("calibration", "test"):
             half = [row for row in rows if row["split"] == split]
             for name in sorted({name_of(row) for row in half}):
                 cases = [row for row in half if name_of(row) == name]
-                kinds = QUANTITIES if group == "all" else ("traced", "allocated")
-                keys = {"split": split, "group": group, "name": name}
-                found += [keys | _summarize(cases, what) for what in kinds]
-    return [row for row in found if row["cases"]]
+                for what in QUANTITIES if group == "all" else ("traced", "allocated"):
+                    signed = [(case["errors"][what], case["id"]) for case in cases if what in case["errors"]]
+                    if signed:
+                        keys = {"split": split, "group": group, "name": name, "what": what}
+                        found.append(keys | _summarize(signed))
+    return found
 
 
-def _summarize(cases: Sequence[Case], what: str) -> dict[str, Any]:
-    signed = [(case["errors"][what], case["id"]) for case in cases if what in case.get("errors", {})]
-    if not signed:
-        return {"what": what, "cases": 0}
+def _summarize(signed: Sequence[tuple[float, str]]) -> dict[str, Any]:
     values = sorted(abs(value) for value, _ in signed)
     worst, worst_case = max(signed, key=lambda pair: abs(pair[0]))
     return {
-        **{"what": what, "cases": len(values), "mean": statistics.mean(values), "goal": GOALS.get(what)},
-        **{"p95": values[min(len(values) - 1, round(0.95 * len(values)))], "worst": worst, "worst_case": worst_case},
+        "cases": len(values),
+        "mean": statistics.mean(values),
+        "p95": values[min(len(values) - 1, round(0.95 * len(values)))],
+        "worst": worst,
+        "worst_case": worst_case,
         "under": sum(value < 0 for value, _ in signed) / len(values),
     }
 
@@ -113,33 +104,3 @@ def table_rows(_: dict[str, Any], rows: Sequence[Case]) -> list[tuple[str, ...]]
             mean, p95, worst = (f"{100 * row[key]:.2f} %" for key in ("mean", "p95", "worst"))
             table.append((row["split"], name, str(row["cases"]), mean, p95, under, worst))
     return table
-
-
-def out_of_memory_among_fits(cases: list[Case]) -> list[str]:
-    """Return the cases with the verdict `fits` that ran out of memory; the goal is none."""
-    fits = [case for case in cases if (case.get("planned") or {}).get("verdict") == "fits"]
-    return [case["id"] for case in fits if case["measured"]["status"] == "out_of_memory"]
-
-
-def verdicts_against_traces(cases: list[Case]) -> dict[str, Any]:
-    """Count verdicts on several GPUs by whether the traced peak and the planned overhead fit; list the wrong ones."""
-    from toolkit.hardware.gpu_table import find_gpu
-    from toolkit.plan.memory import UNCERTAINTY, UNCERTAINTY_UNKNOWN, Margin, fit_verdict
-
-    counts, wrong = Counter[str](), []
-    for case in cases:
-        plan = case.get("planned")
-        if not plan or case["measured"]["status"] != "completed" or not case["measured"]["peaks"]:
-            continue
-        exact_bytes = sum(plan["phases"][plan["peak_phase"]][name] for name in STATES)
-        uncertainty = UNCERTAINTY_UNKNOWN if plan.get("activations_from") == "llama" else UNCERTAINTY
-        for gpu in GPUS:
-            memory = find_gpu(gpu).memory_bytes
-            sizes = {"planned_peak_bytes": plan["planned_peak_bytes"], "exact_bytes": exact_bytes}
-            word = fit_verdict(**sizes, memory_bytes=memory, margin=Margin(of_rest=uncertainty))
-            fits = traced_peak(case) + plan["overhead_bytes"] <= memory
-            key = f"{word}, {'would fit' if fits else 'would not fit'}"
-            counts[key] += 1
-            if (word, fits) in (("fits", False), ("does_not_fit", True)):
-                wrong.append(f"{case['id']} on {gpu}: {key}")
-    return {"cards": list(GPUS), "said": counts, "wrong": wrong}

@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ import fits
 import psutil
 from forked_rehearsals import log_tail, prepare, rehearse
 from grid import ARCHITECTURES, TINY_ARCHITECTURES, Case, digest, registered_grid, tiny_grid
-from plan_errors import out_of_memory_among_fits, recorded, summary, verdicts_against_traces
+from plan_errors import recorded, summary
 from record import Row, append_line, circumstances, print_table, read_lines, write_lines, write_result
 from small_job import words
 
@@ -193,23 +192,13 @@ def _start(case: Case, work: Path, **how: Any) -> int:
     return child
 
 
-def facts_of(grid: list[Case], cases: list[Case]) -> dict[str, Any]:
-    """Return what holds for all cases of a record."""
-    facts = {"grid_sha256": digest(grid), "registered_cases": len(grid), "steps": STEPS}
-    facts |= {"untimed_steps": UNTIMED_STEPS, "lora_rank": LORA_RANK}
-    found = {"out_of_memory_among_fits": out_of_memory_among_fits(cases)}
-    return facts | found | {"verdicts_against_traces": verdicts_against_traces(cases)}
-
-
-def print_summary(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def print_summary(rows: list[dict[str, Any]]) -> None:
     """Print a short table."""
-    statuses = statistics.multimode(row["status"] for row in rows) if rows else []
     done = sum(row["status"] == "completed" for row in rows)
-    print(f"{len(rows)} cases, {done} completed (most often: {', '.join(statuses) or 'none'})")
+    print(f"{len(rows)} cases, {done} completed")
     form = "{split}|{what}|{name}|{cases}|{mean:.1%}|{p95:.1%}|{under:.1%}|{worst:+.1%} ({worst_case})"
     head = ("half", "of", "", "cases", "mean error", "p95", "planned less", "worst")
     print_table(head, [form.format(**row).split("|") for row in summary(rows)])
-    print(json.dumps(facts["verdicts_against_traces"]))
 
 
 def main() -> None:
@@ -222,8 +211,6 @@ def main() -> None:
     parser.add_argument("--cases", type=Path, help="run the cases of a JSON file instead of the grid")
     parser.add_argument("--limit", type=int, help="run at most this many cases of the grid")
     parser.add_argument("--gpu", default="h100", help="name of the GPU in the planner")
-    parser.add_argument("--measure-only", action="store_true", help="make no plans; a later --report does")
-    parser.add_argument("--before", type=Path, help="results.jsonl of an earlier planner on the same cases")
     parser.add_argument("--record", action="store_true", help="write the record `traced_grid` and its table")
     parser.add_argument("--report", action="store_true", help="run no cases")
     given = parser.parse_args()
@@ -242,7 +229,7 @@ def main() -> None:
         prepare(cpu=given.tiny or given.fake_tensors)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        plan = (lambda _: None) if given.measure_only else planner(given.gpu, folder)
+        plan = planner(given.gpu, folder)
         room = Room(gpu=find_gpu(given.gpu).memory_bytes, host=0.9 * psutil.virtual_memory().available)
         how = {"room": room, "until": started + given.minutes * 60, "fake_tensors": given.fake_tensors}
         for case in run_cases(left, plan, folder, **how):
@@ -250,11 +237,10 @@ def main() -> None:
             print(case["id"], case["architecture"], case["preset"], case["measured"]["status"], file=sys.stderr)
         # Plans are cheap: they are made again for all cases, so that a new planner needs no new measurements.
         cases = [case | {"planned": plan(case) or case.get("planned")} for case in read_lines(path)]
-    facts, rows = facts_of(grid, cases), [recorded(case) for case in cases]
-    if given.before is not None:
-        earlier = {row["id"]: row["errors"] for row in read_lines(given.before)[1:]}
-        rows = [row | {"before": earlier.get(row["id"], {})} for row in rows]
-    print_summary(facts, rows)
+    facts = {"grid_sha256": digest(grid), "registered_cases": len(grid), "steps": STEPS}
+    facts |= {"untimed_steps": UNTIMED_STEPS, "lora_rank": LORA_RANK}
+    rows = [recorded(case) for case in cases]
+    print_summary(rows)
     write_lines(given.output / "results.jsonl", [circumstances() | facts, *rows])
     if given.record:
         print(write_result("traced_grid", facts, rows))

@@ -22,10 +22,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-class NotOffered(Exception):
-    """The program has no way to run this job, by its documentation."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """A command and what it needs; nothing is written or started by making one."""
@@ -209,56 +205,9 @@ def tokenized_rows(job: Job) -> str:
     return "".join(lines)
 
 
-def torchtune(job: Job, python: str, folder: Path) -> Launch:
-    """One process with the single-device recipe; its recipe for several processes is FSDP2."""
-    if job.preset not in ("single", "fsdp2"):
-        raise NotOffered("torchtune's recipes are one process or FSDP2")
-    values = torchtune_parts(job, folder) | {"output_dir": str(folder / "output"), "resume_from_checkpoint": False}
-    values |= {"seed": SEED, "shuffle": False, "batch_size": job.setting.batch_size, "gradient_accumulation_steps": 1}
-    values |= {"epochs": 1, "max_steps_per_epoch": job.setting.steps, "clip_grad_norm": SHARED["max_grad_norm"]}
-    values |= {"device": job.setting.device, "dtype": job.setting.precision, "compile": False, "log_every_n_steps": 1}
-    values |= {"enable_activation_checkpointing": False, "enable_activation_offloading": False}
-    values |= {"optimizer_in_bwd": False, "log_peak_memory_stats": False, "save_adapter_weights_only": True}
-    recipe = f"{job.method}_finetune_{'single_device' if job.ranks == 1 else 'distributed'}"
-    processes = ["--nproc_per_node", str(job.ranks)] if job.ranks > 1 else []
-    argv = [python, "-m", "torchtune._cli.tune", "run", *processes, recipe, "--config", str(folder / "job.yaml")]
-    return Launch(argv=argv, environment={"PYTHONPATH": str(HERE)}, files={"job.yaml": yaml.safe_dump(values)})
-
-
-def torchtune_parts(job: Job, folder: Path) -> dict[str, Any]:
-    """Return the parts of a torchtune configuration that name a component."""
-    files = {"checkpoint_dir": str(job.model), "checkpoint_files": ["model.safetensors"], "model_type": "LLAMA3"}
-    files |= {"output_dir": str(folder / "output"), "recipe_checkpoint": None}
-    tokenizer = {"tokenizer_json_path": str(job.model / "tokenizer.json")}
-    tokenizer |= {"tokenizer_config_json_path": str(job.model / "tokenizer_config.json")}
-    rows = {"source": "json", "column": "text", "data_files": str(job.rows), "packed": False}
-    config = json.loads((job.model / "config.json").read_text())
-    model = {"vocab_size": config["vocab_size"], "num_layers": config["num_hidden_layers"]}
-    model |= {"num_heads": config["num_attention_heads"], "num_kv_heads": config["num_key_value_heads"]}
-    model |= {"embed_dim": config["hidden_size"], "intermediate_dim": config["intermediate_size"]}
-    model |= {"max_seq_len": config["max_position_embeddings"], "norm_eps": config["rms_norm_eps"]}
-    model |= {"rope_base": int(config["rope_parameters"]["rope_theta"])}
-    if job.lora:
-        model |= {"lora_rank": LORA_R, "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], **LORA}
-        model |= {"apply_lora_to_mlp": True, "apply_lora_to_output": False}
-    # No part of a cosine: a constant rate, for which torchtune has no schedule; its LoRA recipe needs one.
-    constant = {"num_warmup_steps": 0, "num_cycles": 0.0}
-    components: dict[str, tuple[str, dict[str, Any]]] = {
-        "model": (f"torchtune.models.llama3.{'lora_' if job.lora else ''}llama3", model),
-        "tokenizer": ("torchtune_tokenizer.TextTokenizer", tokenizer),
-        "dataset": ("torchtune.datasets.text_completion_dataset", rows),
-        "checkpointer": ("torchtune.training.FullModelHFCheckpointer", files),
-        "optimizer": ("torch.optim.AdamW", {"lr": job.setting.learning_rate, "weight_decay": 0.0, "fused": True}),
-        "loss": ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}),
-        "metric_logger": ("torchtune.training.metric_logging.DiskLogger", {"log_dir": str(folder / "logs")}),
-        "lr_scheduler": ("torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", constant),
-    }
-    return {part: {"_component_": name, **values} for part, (name, values) in components.items()}
-
-
 PROGRAMS: dict[str, Callable[[Job, str, Path], Launch]] = {
     **{"bare": bare, "toolkit": toolkit, "trl": trl, "llamafactory": llamafactory, "ms-swift": swift},
-    **{"axolotl": axolotl, "torchtune": torchtune},
+    "axolotl": axolotl,
 }
 
 

@@ -19,13 +19,11 @@ REQUIREMENTS: dict[str, list[str]] = {
     "llamafactory": ["llamafactory==0.9.5", DEEPSPEED, "torchvision==0.28.0", "hatchling", "editables"],
     "ms-swift": ["ms-swift==4.6.0", DEEPSPEED, "torchvision==0.28.0"],
     "axolotl": ["axolotl==0.19.0", DEEPSPEED],
-    # torchtune has seen no release since April 2025; torchao 0.14.1 is the last with the module that it imports.
-    "torchtune": ["torchtune==0.6.1", "torchao==0.14.1"],
 }
 BUILD_TOOLS = ["setuptools<81", "wheel", "ninja", "py-cpuinfo", "numpy", "packaging", "psutil"]
 # Read from each environment for the record.
-REPORTED = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets", "torchao"}
-REPORTED |= {"llamafactory", "ms-swift", "axolotl", "torchtune"}
+REPORTED = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
+REPORTED |= {"llamafactory", "ms-swift", "axolotl"}
 REPORT = """
 import importlib.metadata, json, sys
 names = {each.name for each in importlib.metadata.distributions()} & {*sys.argv}

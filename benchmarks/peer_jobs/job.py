@@ -11,8 +11,7 @@ PRESETS = ("single", "ddp", "zero2", "zero3", "fsdp2")
 METHODS = ("full", "lora")
 LORA_R = 8
 SEED = 42
-# A Llama whose vocabulary takes a fifth of its parameters, as in models of 1 to 8 billion. No tied embeddings, which
-# torchtune's Llama has not.
+# A Llama whose vocabulary takes a fifth of its parameters, as in models of 1 to 8 billion; no tied embeddings.
 VOCAB_SIZE = 8192
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8},

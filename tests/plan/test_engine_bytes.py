@@ -29,6 +29,7 @@ from toolkit.versions import is_importable
 
 pytestmark = [pytest.mark.launch, pytest.mark.nightly]
 
+PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 # Large enough for 8-bit states (4,096 elements in a shard), with tensors that are not.
 WIDE = TINY | {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 512}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +49,15 @@ BY_TORCHAO = [("wide", "ddp fsdp2", "adamw_torch_8bit"), ("wide", "ddp", "adamw_
 needs_torchao = pytest.mark.skipif(not is_importable("torchao"), reason="torchao is not installed: pip install torchao")
 
 
+def rehearsed(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return each case with what its rank holds."""
+    paths = [folder / "cases.json", folder / "found.json"]
+    paths[0].write_text(json.dumps(cases))
+    done = run_warm([sys.executable, str(SCRIPTS / "rehearse_cases.py"), *map(str, paths)], cpu_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return list(read(paths[1]))
+
+
 @pytest.mark.parametrize("rows", [OPTIMIZED, pytest.param(BY_TORCHAO, marks=needs_torchao)], ids=["all", "torchao"])
 def test_planned_states_are_those_that_engines_hold(rows: list[tuple[str, str, str]], tmp_path: Path) -> None:
     paths = {name: str(config_file(tmp_path / name, *model)) for name, model in MODELS.items()}
@@ -56,17 +66,12 @@ def test_planned_states_are_those_that_engines_hold(rows: list[tuple[str, str, s
         for name, presets, optim in rows
         for preset in presets.split()
     ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    words = ["--cases", str(tmp_path / "cases.json"), "--output", str(tmp_path / "found.json")]
-    done = run_warm([sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words], cpu_environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case in read(tmp_path / "found.json")["cases"]:
+    for case in rehearsed(cases, tmp_path):
         shape = read_model(case["architecture"])
         place = {"world_size": 2, "hidden_size": shape.hidden_size, "mixed_precision": "no"}
         engine = engine_settings(load_preset(case["preset"]), **place)
         states = model_states(engine, job_weights(shape), OPTIMIZERS[case["arguments"][1]])
-        parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-        assert [case.get(part) for part in parts] == [getattr(states, part) for part in parts], case
+        assert [case.get(part) for part in PARTS] == [getattr(states, part) for part in PARTS], case
 
 
 def test_planned_bf16_states_are_those_that_deepspeed_holds(tmp_path: Path) -> None:
@@ -77,16 +82,11 @@ def test_planned_bf16_states_are_those_that_deepspeed_holds(tmp_path: Path) -> N
         preset = str(deepspeed_pair(tmp_path / str(stage), settings))
         arguments = ["--bf16", "true"]
         cases.append({"architecture": path, "preset": preset, "world_size": 2, "rank": 0, "arguments": arguments})
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    words = ["--cases", str(tmp_path / "cases.json"), "--output", str(tmp_path / "found.json")]
-    done = run_warm([sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words], cpu_environment())
-    assert done.returncode == 0, done.stderr[-3000:]
     shape = read_model(path)
-    for case in read(tmp_path / "found.json")["cases"]:
+    for case in rehearsed(cases, tmp_path):
         engine = engine_settings(load_preset(case["preset"]), world_size=2, hidden_size=shape.hidden_size)
         states = model_states(engine, job_weights(shape))
-        parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-        assert [case.get(part) for part in parts] == [getattr(states, part) for part in parts], case
+        assert [case.get(part) for part in PARTS] == [getattr(states, part) for part in PARTS], case
 
 
 def test_each_class_of_optimizer_is_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,26 @@ def test_engines_that_shard_hold_their_part_of_the_packed_weights_and_all_consta
     assert held["fsdp2"] == 2 * 80 + constants + 4 * adapters // 2
     # ZeRO-3 keeps tensors of up to ten times the hidden size, here 1, gathered too: none
     assert held["zero3"] == 2 * 80 + constants + 2 * adapters // 2
+
+
+def test_planned_states_equal_the_recorded_bytes_of_1103_rehearsals(tmp_path: Path) -> None:
+    """Eleven presets on 1 to 64 ranks in fp32; the first line of the record has the configurations."""
+    record = ROOT / "benchmarks" / "results" / "shard_bytes.jsonl"
+    facts, *rows = map(json.loads, record.read_text().splitlines())
+    assert sum(len(row["bytes"]) for row in rows) == 1_103
+    shapes = {}
+    for name, config in facts["architectures"].items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        shapes[name] = read_model(str(tmp_path / name / "config.json"))
+    for row in rows:
+        shape, lora_r = shapes[row["architecture"]], 4 if row["arguments"] == ["--lora_r", "4"] else None
+        weights = job_weights(shape, lora_r)
+        numbers = (weights.num_trained + weights.num_frozen, weights.num_trained)
+        assert numbers == (row["num_params"], row["num_trainable_params"])
+        for place, held in row["bytes"].items():
+            world_size, rank = map(int, place.split())
+            where = {"world_size": world_size, "rank": rank, "hidden_size": shape.hidden_size}
+            engine = engine_settings(load_preset(row["preset"]), mixed_precision="no", **where)
+            states = model_states(engine, weights)
+            assert [states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes] == held, (row, place)

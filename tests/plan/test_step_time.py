@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
-from left_out_speeds import WITHOUT, alike, as_measured, compared, planned
+from left_out_speeds import WITHOUT, CalibratedPair, alike, as_measured, calibrated_pairs, compared, planned
 from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
 from published_runs import MPT, mpt, published
 
@@ -268,35 +268,16 @@ def test_nine_of_ten_pairs_of_published_rows_that_differ_in_something_have_error
 
 def test_rows_are_planned_by_another_row_of_their_source_inside_the_calibrated_interval() -> None:
     """With constants that were fitted without the source, as plans of somebody's own GPUs have them."""
-    everything: list[tuple[bool, float, float, float]] = []
-    for source, constants in WITHOUT.items():
-        calibration = Calibration(**dict(zip((each.name for each in fields(Calibration)), constants, strict=True)))
-        found: list[tuple[bool, float, float, float]] = []
-        for jobs in (jobs for jobs in alike() if jobs[0].source == source):
-            rows = [(job, as_measured(job, calibration)) for job in jobs]
-            for (_, measured), (job, own) in itertools.permutations(rows, 2):
-                assert job.interconnect is not None
-                if not measured.differences(own.setup):  # repeated, or with other kernels
-                    continue
-                speed = step_time(own.setup, job.interconnect, calibration=calibration, measured=measured)
-                assert speed is not None
-                low, high = speed.step_seconds
-                before, after = (abs(own.seconds / each.estimate_seconds - 1) for each in (own.planned, speed))
-                found.append((low <= own.seconds <= high, after, before, high / low))
-        if found:  # torchtitan's rows are of three models
-            everything += found
-            print(f"{source:17} {len(found):4} {' '.join(map(shown, zip(*found, strict=True)))}")
-        share = statistics.mean(inside for inside, *_ in found or [(1.0,)])
+    everything: list[CalibratedPair] = []
+    for source in WITHOUT:
+        pairs = calibrated_pairs(source)
+        everything += pairs
+        share = statistics.mean(pair.is_inside for pair in pairs) if pairs else 1.0  # torchtitan's: three models
+        print(f"{source:17} {len(pairs):4} {share:6.1%}")
         assert share >= (0.5 if source == "QwenLM" else 0.87), source  # its launches are a guess without it
-    inside, after, before, width = zip(*everything, strict=True)
-    print(f"{'all':17} {len(inside):4} {' '.join(map(shown, (inside, after, before, width)))}")
-    assert statistics.mean(inside) >= 0.88
+    assert statistics.mean(pair.is_inside for pair in everything) >= 0.88
+    after, before = ([getattr(pair, name) for pair in everything] for name in ("error", "error_before"))
     assert statistics.median(after) < 0.045 < statistics.median(before)
-
-
-def shown(values: tuple[float, ...]) -> str:
-    """A share, or a median."""
-    return f"{statistics.mean(values):6.1%}" if isinstance(values[0], bool) else f"{statistics.median(values):6.3f}"
 
 
 def test_what_a_measured_run_and_a_plan_share_widens_nothing_and_its_own_speed_may_be_the_fastest() -> None:

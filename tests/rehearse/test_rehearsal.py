@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from comparison_records import comparison, comparison_runner
-from launching import CPU_PRESETS, ROOT, cpu_environment, read, run_warm, toolkit
+from launching import CPU_PRESETS, ROOT, SCRIPTS, cpu_environment, read, run_warm, toolkit
 from model_configs import LLAMA
 
 from toolkit.compare.commands import write_report_again
@@ -158,11 +158,11 @@ def rehearsed(request: pytest.FixtureRequest, tmp_path_factory: Any, tiny_model:
         named = dict(zip(("preset", "world_size", "rank"), key, strict=True))
         cases.append({"architecture": str(model), **named, "arguments": words})
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = ["--cases", str(folder / "cases.json"), "--output", str(folder / "found.json")]
-    command = [sys.executable, str(ROOT / "benchmarks" / "shard_bytes.py"), *words]
+    paths = [str(folder / name) for name in ("cases.json", "found.json")]
+    command = [sys.executable, str(SCRIPTS / "rehearse_cases.py"), *paths]
     ended = run_warm(command, cpu_environment())
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return {(case["preset"], case["world_size"], case["rank"]): case for case in read(folder / "found.json")["cases"]}
+    return {(case["preset"], case["world_size"], case["rank"]): case for case in read(folder / "found.json")}
 
 
 @pytest.mark.launch

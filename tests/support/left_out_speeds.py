@@ -185,3 +185,33 @@ def table(groups: dict[str, list[Speed]], first: str) -> list[list[str]]:
         cells = [str(len(speeds)), str(len(sources)), f"{inside:.0%}", f"{coverage_of_sources(speeds):.0%}"]
         lines.append([name, *cells, f"{width:.2f}", f"{error:.0%}"])
     return lines
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibratedPair:
+    """One published row, planned with another row of its source as the run that calibrates."""
+
+    is_inside: bool
+    error: float
+    error_before: float
+    """Without the calibration."""
+    width: float
+
+
+def calibrated_pairs(source: str) -> list[CalibratedPair]:
+    """Return every pair of comparable rows of a source, with constants that were fitted without it."""
+    calibration = Calibration(**dict(zip((each.name for each in fields(Calibration)), WITHOUT[source], strict=True)))
+    pairs = []
+    for jobs in (jobs for jobs in alike() if jobs[0].source == source):
+        rows_of_source = [(job, as_measured(job, calibration)) for job in jobs]
+        for (_, measured), (job, own) in itertools.permutations(rows_of_source, 2):
+            assert job.interconnect is not None
+            if not measured.differences(own.setup):  # repeated, or with other kernels
+                continue
+            speed = step_time(own.setup, job.interconnect, calibration=calibration, measured=measured)
+            assert speed is not None
+            low, high = speed.step_seconds
+            before, after = (abs(own.seconds / each.estimate_seconds - 1) for each in (own.planned, speed))
+            inside = low <= own.seconds <= high
+            pairs.append(CalibratedPair(is_inside=inside, error=after, error_before=before, width=high / low))
+    return pairs

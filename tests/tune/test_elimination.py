@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
-import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 from launching import ROOT
 
 from toolkit.compare.significance import student_t
 from toolkit.tune.elimination import ERROR, after_round, mean_interval, noise, ratio_interval
-
-sys.path.append(str(ROOT / "benchmarks"))
-
-import tune as benchmark
 
 
 def test_the_confidence_of_a_round_shares_the_error_among_settings_and_rounds() -> None:
@@ -78,12 +76,98 @@ def test_the_mean_has_the_interval_of_the_noise_of_all_settings() -> None:
     assert (math.log(low), math.log(high)) == pytest.approx((0.1 - half, 0.1 + half))
 
 
-@pytest.mark.parametrize("surface", benchmark.surfaces(), ids=lambda surface: surface.name)
-def test_searches_on_recorded_trials_eliminate_the_fastest_no_more_often_than_stated(
-    surface: benchmark.Surface,
-) -> None:
+# -- simulated searches: twelve settings, whose step times and noise are those of recorded trials
+
+NUM_SETTINGS, ROUNDS, WITHIN = 12, 8, 0.01
+Groups = Sequence[Sequence[float]]
+"""Logarithms of the trials of one setting, around their mean."""
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a record, without its first line of facts."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[1:]]
+
+
+def recorded_noise() -> dict[str, Groups]:
+    """Return the noise of recorded trials: tokens per second, CPU-seconds of a step, seconds of a step."""
+    speeds = [trials for row in recorded("aa_comparisons") for trials in row["tokens_per_second"].values()]
+    cpu_seconds: dict[tuple[str, str], list[float]] = {}
+    for row in recorded("overhead"):
+        for program, seconds in row.get("median_step_cpu_seconds", {}).items():
+            cpu_seconds.setdefault((row["case"], program), []).append(seconds)
+    tuned = [row.get("seconds_per_step", ()) for row in recorded("tune_on_two_ranks")]
+    trials = {"aa_comparisons": speeds, "overhead": list(cpu_seconds.values()), "tune_on_two_ranks": tuned}
+    return {name: [around_mean(group) for group in groups if len(group) > 2] for name, groups in trials.items()}
+
+
+def around_mean(values: Sequence[float]) -> list[float]:
+    """Return the logarithms around their mean, scaled so that their variance is that of the trials."""
+    logs = [math.log(value) for value in values]
+    scale = math.sqrt(len(logs) / (len(logs) - 1))
+    return [(log - statistics.fmean(logs)) * scale for log in logs]
+
+
+def recorded_differences() -> list[float]:
+    """Return logarithms of step times over the fastest one of the same job, of presets and programs."""
+    by_job: dict[str, list[float]] = {}
+    for row in recorded("peers_two_ranks_in_turns"):
+        if speed := (row.get("medians") or {}).get("tokens_per_second"):
+            by_job.setdefault(row["job"].partition("-")[2], []).append(speed)
+    return [math.log(max(speeds) / speed) for speeds in by_job.values() for speed in speeds]
+
+
+class Surface(NamedTuple):
+    """A kind of simulated search."""
+
+    name: str
+    noise: Groups
+    differences: Sequence[float]
+    """Logarithms from which the true step times are drawn."""
+    drift: float = 0.0
+    """Standard deviation of what is common to a round."""
+    per_setting: bool = False
+    """Each setting keeps the noise of one recorded group; otherwise every trial is from any group."""
+
+
+def surfaces() -> Iterator[Surface]:
+    differences, close = recorded_differences(), [number / 100 for number in range(6)]
+    for name, groups in recorded_noise().items():
+        yield Surface(f"{name}: recorded differences", groups, differences)
+        yield Surface(f"{name}: 0 to 5 % apart", groups, close)
+        yield Surface(f"{name}: all equal", groups, [0.0])
+        yield Surface(f"{name}: 0 to 5 % apart, rounds drift by 10 %", groups, close, drift=0.1)
+        yield Surface(f"{name}: 0 to 5 % apart, noise by setting", groups, close, per_setting=True)
+
+
+def search(surface: Surface, chance: random.Random) -> tuple[bool, float]:
+    """Simulate one search. Return True if it eliminated every setting within 1 % of the fastest, and what it lost."""
+    names = [f"s{number}" for number in range(NUM_SETTINGS)]
+    true = {name: chance.choice(surface.differences) for name in names}
+    groups = {name: chance.choice(surface.noise) for name in names}
+    pooled = [value for group in surface.noise for value in group]
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    left = list(names)
+    for number in range(ROUNDS):
+        shift = chance.gauss(0.0, surface.drift) if surface.drift else 0.0
+        for name in left:
+            noise = chance.choice(groups[name] if surface.per_setting else pooled)
+            figures[name].append(true[name] + shift + noise)
+        if number == 0:
+            continue
+        race = after_round(figures, num_settings=NUM_SETTINGS)
+        left = [name for name in left if name not in race.slower]
+        if len(left) == 1 or race.settled:
+            break
+    best = min(true.values())
+    leader = min(left, key=lambda name: statistics.fmean(figures[name]))
+    return all(true[name] > best + math.log1p(WITHIN) for name in left), true[leader] - best
+
+
+@pytest.mark.parametrize("surface", surfaces(), ids=lambda surface: surface.name)
+def test_searches_on_recorded_trials_eliminate_the_fastest_no_more_often_than_stated(surface: Surface) -> None:
     """A hundred searches on each kind of surface; benchmarks/results/tune.jsonl has a thousand."""
     chance = random.Random(surface.name)
-    results = [benchmark.search(surface, chance) for _ in range(100)]
-    assert sum(result["wrong"] for result in results) <= 10  # 5 of 100, and two standard deviations
-    assert statistics.fmean(result["lost"] for result in results) < 0.1
+    results = [search(surface, chance) for _ in range(100)]
+    assert sum(is_wrong for is_wrong, _ in results) <= 10  # 5 of 100, and two standard deviations
+    assert statistics.fmean(lost for _, lost in results) < 0.1

@@ -1,8 +1,8 @@
 """Record when each optimizer step ends, its loss, and what was really trained, in whichever program runs.
 
 Python imports this module in every process whose PYTHONPATH has this folder. It changes nothing that a program
-computes: it adds a line after each step, from the Trainer's callback handler or torchtune's metric logger. Where
-programs train in turns (`turns.py`), it also waits there.
+computes: it adds a line after each step, from the Trainer's callback handler. Where programs
+train in turns (`turns.py`), it also waits there.
 """
 
 import contextlib
@@ -115,26 +115,6 @@ def patch_trainer(module):
     handler.on_step_end, handler.on_log, handler.on_train_end = on_step_end, on_log, on_train_end
 
 
-def patch_torchtune(module):
-    """torchtune logs once per step; its recipe, the caller, has the model."""
-    logger = module.DiskLogger
-    log, close = logger.log_dict, logger.close
-
-    @functools.wraps(log)
-    def log_dict(self, payload, step):
-        log(self, payload, step)
-        recipe = sys._getframe(1).f_locals.get("self")
-        add_record(step, recipe._model, recipe._optimizer, loss=float(payload["loss"]))
-
-    @functools.wraps(close)
-    def close_and_write(self):
-        if records:
-            write_records()
-        close(self)
-
-    logger.log_dict, logger.close = log_dict, close_and_write
-
-
 def patch_accelerate(module):
     """Let accelerate run FSDP2 on a CPU, where it would silently run DDP (as `toolkit train --cpu` does)."""
     state = module.AcceleratorState
@@ -154,7 +134,6 @@ def patch_accelerate(module):
 
 PATCHES = {
     "transformers.trainer_callback": patch_trainer,
-    "torchtune.training.metric_logging": patch_torchtune,
     **({"accelerate.state": patch_accelerate} if FSDP_ON_CPU else {}),
 }
 
