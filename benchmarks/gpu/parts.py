@@ -92,7 +92,7 @@ class Check:
         known = known_gpu(name)
         if known is None:
             raise ToolkitError(
-                f"{name!r} is not in the planner's table", hint="add it to toolkit/hardware/gpu_table.py"
+                f"{name!r} is not in the planner's table", hint="add it to toolkit/hardware/gpu_table.csv"
             )
         return known
 

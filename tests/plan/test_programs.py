@@ -333,7 +333,7 @@ def test_preference_jobs_of_llama_factory_and_ms_swift_have_logits_and_trls_have
 
 def test_the_margin_of_another_program_is_wider_where_nothing_is_sharded() -> None:
     """ms-swift's full fine-tune of a 7B under ZeRO-3 is published with 14 % more than planned."""
-    for preset, ranks, margin in (("zero3", 8, 0.20), ("ddp", 8, 0.30), ("single", 1, 0.30)):
+    for preset, ranks, margin in (("zero3", 8, 0.50), ("ddp", 8, 0.60), ("single", 1, 0.60)):
         other = planned(preset, ranks, program="ms-swift")
         assert other.possible_peak_bytes == pytest.approx((1 + margin) * other.planned_peak_bytes)
 
@@ -397,7 +397,7 @@ def test_zero3_gathers_all_weights_at_once_to_merge_adapters_for_vllm() -> None:
             "--attn-implementation sdpa",
         ),
         (
-            "Llama-3.2-3B --program ms-swift --gpu-memory-gib 40 --gpu-tflops 300 --attn-implementation sdpa",
+            "Llama-3.2-3B --program ms-swift --gpu-memory-gib 48 --gpu-tflops 300 --attn-implementation sdpa",
             "--optim adamw_torch_fused",
         ),
     ],
@@ -426,7 +426,7 @@ def test_a_file_that_names_no_optimizer_leaves_it_open(tmp_path: Path, capsys: A
     file = tmp_path / "full.yaml"
     text = "model_name_or_path: Llama-3.2-3B\nstage: sft\nfinetuning_type: full\npure_bf16: true\nbf16: true\n"
     text += "do_train: true\ndataset: identity\ntemplate: llama3\ncutoff_len: 1024\nper_device_train_batch_size: 1\n"
-    gpu = "--gpu-memory-gib 40 --gpu-tflops 300 --num-processes 1 --attn-implementation sdpa"
+    gpu = "--gpu-memory-gib 48 --gpu-tflops 300 --num-processes 1 --attn-implementation sdpa"
     for more, expected in (("", True), ("optim: adamw_torch_fused\n", False)):
         file.write_text(text + more)
         _, out, _ = run_command(["plan", "--config", str(file), *gpu.split()], capsys)

@@ -39,13 +39,12 @@ UNCERTAINTY_FAMILY = 0.2
 # Share of the whole plan by which the peak may be higher, by what made public jobs of programs of 2023 to 2026 exceed
 # their plans (docs/evidence/plan-accuracy.md, unseen jobs).
 OF_ALL_DEEPSPEED_FULL, OF_ALL_OTHER_PROGRAM, OF_ALL_OFFLOAD = 0.10, 0.15, 0.30
-# Another program under DeepSpeed: what a margin of 10 % wrong verdicts chooses, whichever source is left out. In their
-# messages torch could not use 0 to 45 % of what it held under ZeRO-3, less than a fifth in six of eight; without
-# sharding 0 to 9 % (`tests/fixtures/out_of_memory_messages.csv`).
-OF_ALL_OTHER_DEEPSPEED = 0.20
-# Another program in one process or under DDP: of 22 such plans that fit by 15 %, five ran out of memory, two of them
-# with less than 30 %, as no job that ran. Under DeepSpeed as much would take two such jobs for each of those.
-OF_ALL_UNSHARDED = 0.30
+# Another program, sharded by DeepSpeed, or not at all: chosen on 309 public jobs, of which eight more that ran out of
+# memory are no longer planned as `fits`, and 17 more that ran are too close. Of the 54 that had been planned unseen
+# twelve had been `fits`, most of them with 59 to 70 % of the memory planned. Messages tell only a part of it: torch
+# could not use 0 to 45 % of what it held under ZeRO-3, without sharding 0 to 9 %
+# (`tests/fixtures/out_of_memory_messages.csv`).
+OF_ALL_OTHER_DEEPSPEED, OF_ALL_UNSHARDED = 0.50, 0.60
 OF_ALL_FSDP1 = {"full": 0.15, "adapters": 0.55, "offload": 0.60}
 # The least of it: what others report for CUDA's context and a communicator differs by as much.
 LEAST_MARGIN_BYTES = 1 * GIB
