@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -233,6 +234,16 @@ def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -
     assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= trainer_argument_names()
     replacements = [str(new) for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new]
     assert {new.partition(":")[0] for new in replacements} - {"warmup_steps"} <= trainer_argument_names()
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [(library, name) for library, gone in removed.IMPORTS_REMOVED.items() for names in gone.values() for name in names],
+)
+def test_a_name_that_needs_an_older_library_is_not_in_the_installed_one(library: str, name: str) -> None:
+    is_module = "." in name
+    there = importlib.util.find_spec(name) if is_module else getattr(importlib.import_module(library), name, None)
+    assert there is None
 
 
 @pytest.mark.launch

@@ -1139,3 +1139,45 @@ def test_a_file_of_accelerate_that_is_not_here_may_say_the_engine(tmp_path: Path
     command = "accelerate launch {} --zero_stage 2 --offload_param_device cpu x.py\n"
     assert lint(tmp_path, a__sh=command.format("--config_file $ENGINE.yaml")) == []
     assert levels(lint(tmp_path, a__sh=command.format(""))) == {"deepspeed_config": "warning"}
+
+
+def test_a_recipe_that_the_projects_code_reads_by_names_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("LoraConfig(target_modules=cfg['lora_target_modules'])\n")
+    text = f"{FACTORY}lora_target_modules: [q_proj]\n"
+    assert levels(lint(tmp_path, a__yaml=text)) == {"lora_target_modules": "note"}
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("from transformers import AdamW\n", "note"),  # gone since 5.0
+        ("from transformers import (\n    AutoModel,\n    AdamW,\n)\n", "note"),
+        ("from trl.commands.cli_utils import TrlParser\n", "note"),  # a TRL that cannot be with transformers 5
+        ("try:\n    from transformers import AdamW\nexcept ImportError:\n    pass\n", "error"),
+        ("from torch.optim import AdamW\n", "error"),
+    ],
+)
+def test_code_that_imports_what_a_version_no_longer_has_needs_an_older_one(
+    text: str, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "old.py").write_text(text)
+    command = "torchrun -m axes --output_dir out --bf16 true --overwrite_output_dir true"
+    (tmp_path / "axes.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
+    assert levels(lint(tmp_path, a__sh=f"{command}\n"))["overwrite_output_dir"] == level
+
+
+@pytest.mark.parametrize(("version", "level"), [("5.5.0", "note"), ("5.15.0", "error")])
+def test_an_argument_is_gone_from_the_version_that_dropped_it(version: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(f"transformers=={version}\n")
+    (tmp_path / "train.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
+    command = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.1 --overwrite_output_dir\n"
+    found = levels(lint(tmp_path, a__sh=command))
+    assert (found["warmup_ratio"], found["overwrite_output_dir"]) == (level, "error")
+
+
+def test_a_script_that_returns_the_words_it_does_not_know_refuses_none(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("TrlParser(Mine).parse_args_and_config(return_remaining_strings=True)\n")
+    assert levels(lint(tmp_path, a__yaml=f"{TRL}warmup_ratio: 0.1\n"))["warmup_ratio"] == "note"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.paths import is_file
+from toolkit.presets.removed_keys import IMPORTS_REMOVED
 from toolkit.versions import version_numbers
 
 MAX_PATH_LENGTH = 1024
@@ -138,12 +139,16 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
     """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
 
     A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one. What
-    excludes a library that it needs excludes it too.
+    excludes a library that it needs excludes it too, and so does code that imports what the version has no longer.
     """
     needs = {"(?:py)?torch" if library == "torch" else library: version}
     first, others = _NEEDS.get(library, (version, {}))
     if version_numbers(version) >= version_numbers(first):
         needs |= others
+    for name, least in needs.items():
+        for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
+            if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
+                return f"{name} below {dropped_in}, by its import of {lost}"
     for place in _around(folder):
         for name, least in needs.items():
             limit, spelt = (*version_numbers(least), 0, 0)[:3], re.sub(r"-(?!\w*])", "[-_.]", name)
@@ -156,6 +161,16 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
                         return f"{found[1]} {found[2].strip(' ,')}"
         if (place / ".git").exists():
             break
+    return None
+
+
+def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
+    """Return the first of some names of a library that a project's modules import, outside of `try` and functions."""
+    source = project_source(folder)
+    for name in names:
+        begin = re.escape(name) if "." in name else rf"{library}(?:\.[\w.]+)?[ ]+import[ ]+(?:\([^)]*|[^\n]*)\b{name}"
+        if name in source and re.search(rf"^(?:from|import)[ ]+{begin}\b", source, re.MULTILINE):
+            return name
     return None
 
 

@@ -18,5 +18,7 @@ ZERO_REMOVED: list[str] = _TABLES["zero_removed"]
 ZERO_DEPRECATED: dict[str, str] = _TABLES["zero_deprecated"]
 TRAINING_ARGUMENTS_RENAMED: dict[str, str] = _TABLES["training_arguments_renamed"]
 TRAINING_ARGUMENTS_REMOVED: dict[str, str | None] = TRAINING_ARGUMENTS_RENAMED | _TABLES["training_arguments_removed"]
+TRAINING_ARGUMENTS_REMOVED_IN: dict[str, str] = _TABLES["training_arguments_removed_in"]
+IMPORTS_REMOVED: dict[str, dict[str, list[str]]] = _TABLES["imports_removed"]
 TRAINING_ARGUMENTS_DEPRECATED: dict[str, str] = _TABLES["training_arguments_deprecated"]
 TRAINER_FSDP_KEYS = set(_TABLES["trainer_fsdp_keys"].split())

@@ -45,7 +45,7 @@ OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
-DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
+DROPS_EXTRA = re.compile(r"(?:allow_extra_keys|return_remaining_strings)\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # Fields of accelerate's FSDP plugin, and the keys of a file that set them.
 PLUGIN_FIELDS = {
@@ -80,6 +80,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     homes = [] if block else [each for each, keys in blocks.items() if name in keys]
     if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
         fix, fits = f"move it into `{homes[0]}`", False
+    elif block == "deepspeed_config" and name in ("activation_checkpointing", "gradient_checkpointing"):
+        fix, fits = "remove it; the training argument `gradient_checkpointing` recomputes activations", False
     elif block == "deepspeed_config" and name in ("bf16", "fp16"):
         fix, fits = f"remove it: `mixed_precision: {name}` decides", False
     elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
@@ -287,14 +289,15 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
-    """transformers 5 has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise."""
+    """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 5.15 dropped
+    `warmup_ratio` and `logging_dir`, 5.2 `group_by_length`, 5.0 the others."""
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
         return  # which pins another version, or has a field of that name itself
     raises = "and raises" if doc.program else "and raises; older versions have it"
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if not doc.has(name) or name in trainer_argument_names():
             continue
-        is_declared = doc.is_declared(name)
+        is_declared, since = doc.is_declared(name), removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
         if is_declared and doc.call is not None:
             continue  # the script has an argument of that name itself
         renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
@@ -316,8 +319,9 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             fix += "; in the script too, where it passes the argument itself"
         yield Match(
             name,
-            f"transformers 5's `TrainingArguments` no longer has `{name}`, {raises}",
+            f"transformers {since}'s `TrainingArguments` no longer has `{name}`, {raises}",
             fix,
+            since=since,
             rename=None if renamed is None or doc.has(renamed) or may_be_its or of_arguments else renamed,
             remove=(instead is None or is_off) and not may_be_its and not of_arguments,
             level=NOTE if may_drop else WARNING if may_be_its and doc.program else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
+from toolkit.convert.programs import FOREIGN, ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
@@ -38,6 +38,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     is_read_here = is_read_by_project(doc, program)
+    own = [key for key in unknown if program in FOREIGN and doc.call is None and doc.is_read(key)]
     for key in unknown:
         instead = schema.replacement(key)
         if doc.call is not None and _is_beginning(key, schema):
@@ -56,6 +57,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
+        if key in own:
+            message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
         if of_own_script and level is None:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE

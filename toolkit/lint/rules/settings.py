@@ -56,8 +56,9 @@ def as_enum(value: Any) -> str:
 
 
 def is_template(value: Any) -> bool:
-    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `dummy`."""
-    return isinstance(value, str) and ("$" in value or "{{" in value or value.startswith("<") or value in WORDS)
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `__BATCH__`."""
+    is_marked = isinstance(value, str) and ("$" in value or "{{" in value or value.startswith(("<", "__")))
+    return is_marked or (isinstance(value, str) and value in WORDS)
 
 
 def shorten(value: Any) -> str:

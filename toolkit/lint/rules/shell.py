@@ -145,7 +145,9 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
             level = None if "ArgumentParser(" in source else NOTE
             message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
-            yield Match("--local-rank", message, "`torchrun`, and `LOCAL_RANK`", line=call.line, level=level)
+            starts_ranks = re.search(r"\bmp\.spawn\(|multiprocessing\.spawn\(", source)
+            fix = "`python`: the script starts its own ranks" if starts_ranks else "`torchrun`, and `LOCAL_RANK`"
+            yield Match("--local-rank", message, fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="NAME=VALUE in front of the command")
