@@ -78,7 +78,9 @@ def known_models_html() -> str:
 def known_rows() -> list[dict[str, Any]]:
     """Return a row per known model, by size: its parameters, and per method and GPU how many it needs, or None."""
     files = [path for name in TABLE_SOURCES for path in sorted(PACKAGE.joinpath(name).rglob("*.*"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".json")))
+    digest = hashlib.sha256(
+        b"".join(path.read_bytes() for path in files if path.suffix in (".py", ".json", ".yaml", ".csv"))
+    )
     cached = cache_folder() / "planner-page" / f"{digest.hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValueError):
         rows: list[dict[str, Any]] = json.loads(cached.read_text())
