@@ -4,7 +4,8 @@ The half `built` was looked at while the planner was changed; of `kept`, other s
 `later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
 for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
 and `final`. All of these shaped the planner or its limits. `once` and `unseen` were planned once, after every change;
-then two causes of `once` were planned, and two margins were chosen on all groups. GB are read as GiB.
+then two causes of `once` were planned, and two margins were chosen on all groups. `after` was planned once after that,
+and changed nothing. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -38,14 +39,14 @@ def of(half: str) -> Iterator[tuple[dict[str, str], Plan]]:
 
 
 def in_sample() -> Iterator[tuple[dict[str, str], Plan]]:
-    yield from ((row, plan) for row, plan in reported() if row["half"] not in ("once", "unseen"))
+    yield from ((row, plan) for row, plan in reported() if row["half"] not in ("once", "unseen", "after"))
 
 
 @pytest.mark.parametrize(
     ("half", "out_of_memory", "wrong"),
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 3), ("last", 8, 0), ("latest", 17, 3)],
-        *[("newest", 25, 0), ("final", 10, 0), ("once", 24, 2), ("unseen", 30, 5)],
+        *[("newest", 25, 0), ("final", 10, 0), ("once", 24, 2), ("unseen", 30, 5), ("after", 32, 7)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -57,6 +58,8 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     # Of three, only the length at which rows are cut is stated; of the fourth, not whether it ran under FSDP or ZeRO-3.
     # Of the fifth, a blog, nothing but the model, the GPUs, rows and batch.
     known = {"latest": {"lf-3716", "lf-3708-4k"}, "newest": {"lf-7197", "openr1-579-10k"}, "once": {"blog-1412"}}
+    # Of the next three, how long rows are, or how many; of the last, ZeRO-3 on four V100, all is stated.
+    known["after"] = {"unsloth-2937-24k", "llava-528", "litgpt-242", "lf-2931-4"}
     assert refused == known.get(half, set())
 
 
@@ -108,6 +111,18 @@ def test_of_jobs_that_were_planned_unseen_and_ran_out_of_memory_one_in_eight_fit
         *("axolotl-2531", "axolotl-2143", "alpaca-lora-344-13b"),
     }
     assert len(wrong) <= len(ran_out) / 7
+
+
+def test_of_jobs_planned_once_after_the_margins_were_widened_and_ran_out_of_memory_one_in_five_fits() -> None:
+    """Plans of five take less than half of the memory: no margin tells them. All facts are stated of `lf-1936`, a
+    reward model under ZeRO-3, and of `lf-2931-2`, which trains all of Llama 7B with offload on two V100."""
+    fits = {row["id"]: plan for row, plan in of("after") if row["reported"] == "OOM" and plan.verdict == FITS}
+    for name, plan in fits.items():
+        print(f"{name:16} {plan.memory.planned_peak_bytes / plan.request.gpu.memory_bytes:.0%}")
+    assert fits.keys() == {
+        *("lf-1936", "lf-2931-2", "lf-3919-z2off", "ms-swift-2753"),
+        *("torchtune-2078-2", "unsloth-7203-2b", "axolotl-1690"),
+    }
 
 
 def test_what_torch_cannot_use_when_a_job_runs_out_is_within_the_margin_of_most() -> None:
