@@ -83,15 +83,15 @@ class Method:
     gpu_memory_bytes: int = 0
     """Memory of the GPU, of which a colocated vLLM takes a share."""
 
-    def __post_init__(self) -> None:
-        if self.method in ("lora", "qlora", "full"):
-            hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
-            raise ToolkitError(f"--method is '{self.method}', expected {', '.join(METHODS)}", hint=hint)
-        check_word("--method", self.method, list(METHODS))
-
     @classmethod
     def from_options(cls, options: object) -> Method:
-        """Return the method of a command's options, which have the names of its fields."""
+        """Return the method of a command's options, which have the names of its fields. Raises ToolkitError for a word
+        that is no method."""
+        name = getattr(options, "method", SFT)
+        if name in ("lora", "qlora", "full"):
+            hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
+            raise ToolkitError(f"--method is '{name}', expected {', '.join(METHODS)}", hint=hint)
+        check_word("--method", name, list(METHODS))
         return cls(
             **{field.name: getattr(options, field.name) for field in fields(cls) if hasattr(options, field.name)}
         )
@@ -179,6 +179,7 @@ SUPERVISED = Method()
 def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> None:
     """Raise ToolkitError for a setting of another method, and for settings that contradict each other."""
     name = method.method
+    check_word("--method", name, list(METHODS))
     for setting in method.given:
         if setting not in method.spec.options:
             users = [other for other, spec in METHODS.items() if setting in spec.options]
