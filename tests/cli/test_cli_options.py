@@ -58,8 +58,8 @@ def test_a_word_that_an_option_does_not_take_is_refused_by_its_name(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = [command, "Qwen/Qwen3-0.6B", *(["--gpu", "h100"] if command == "recommend" else [])]
-    words = [each for each in program().commands[command].params if each.type.name == "text"]
-    options = [each.opts[0] for each in words if each.opts[0].startswith("--")]
+    named = [each for each in program().commands[command].params if each.opts[0].startswith("--")]
+    options = [each.opts[0] for each in named if "str" in str(each.type_descriptor.annotation)]
     assert "--method" in options
     texts = {option: run_command([*base, option, "no-such-word"], capsys)[2] for option in options}
     assert [option for option, text in texts.items() if "mistake in the toolkit" in text] == []
