@@ -1092,6 +1092,8 @@ def test_a_command_in_an_array_of_several_lines_is_read(tmp_path: Path) -> None:
     array = "CMD=(\n  swift sft  # with adapters\n  --model a/b\n  --train_type lora\n)\n"
     (found,) = lint(tmp_path, a__sh=f'{array}"${{CMD[@]}}"\n')
     assert (found.key, found.line) == ("train_type", 4)
+    continued = "CMD=(swift sft --model a/b \\\n  --num_train_epochs 3 \\\n  --train_type lora \\\n)\n"
+    assert [each.key for each in lint(tmp_path, a__sh=f'{continued}"${{CMD[@]}}"\n')] == ["train_type"]
 
 
 @pytest.mark.parametrize(
@@ -1177,7 +1179,19 @@ def test_an_argument_is_gone_from_the_version_that_dropped_it(version: str, leve
     assert (found["warmup_ratio"], found["overwrite_output_dir"]) == (level, "error")
 
 
-def test_a_script_that_returns_the_words_it_does_not_know_refuses_none(tmp_path: Path) -> None:
+def test_a_key_of_fsdp_that_the_projects_code_reads_itself_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "misspelt_requirments.txt").write_text("transformers\n")
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "train.py").write_text("TrainingArguments(fsdp=cfg['fsdp_config'].get('fsdp'))\n")
+    text = "output_dir: out\nper_device_train_batch_size: 1\nsave_strategy: steps\nfsdp_config:\n  fsdp: full_shard\n"
+    assert levels(lint(tmp_path, a__yaml=text))["fsdp_config.fsdp"] == "note"
+
+
+def test_a_script_that_returns_the_words_it_does_not_know_drops_them(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").touch()
     (tmp_path / "train.py").write_text("TrlParser(Mine).parse_args_and_config(return_remaining_strings=True)\n")
-    assert levels(lint(tmp_path, a__yaml=f"{TRL}warmup_ratio: 0.1\n"))["warmup_ratio"] == "note"
+    assert levels(lint(tmp_path, a__yaml=f"{TRL}warmup_ratio: 0.1\n"))["warmup_ratio"] == "warning"
+    text = "HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(return_remaining_strings=True)\n"
+    (tmp_path / "train.py").write_text(text)
+    command = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.1\n"
+    assert levels(lint(tmp_path, b__sh=command))["warmup_ratio"] == "warning"

@@ -29,7 +29,7 @@ CHECKED_VERSIONS = {
 
 # The versions from which on what the rules say is known to hold, where a rule does not name its own.
 OLDEST_VERSIONS = {
-    **{"accelerate": "0.23.0", "deepspeed": "0.8.0", "transformers": "4.31.0", "torch": "2.0.0", "trl": "0.20.0"},
+    **{"accelerate": "0.30.0", "deepspeed": "0.14.0", "transformers": "4.31.0", "torch": "2.0.0", "trl": "0.20.0"},
     **{"llamafactory": "0.9.0", "axolotl": "0.10.0", "ms-swift": "4.0.0", "verl": "0.5.0", "openrlhf": "0.9.0"},
 }
 

@@ -231,7 +231,7 @@ def _words_behind(
     held = _ASSIGNMENT.match(command)
     if held and held[4].startswith("("):  # the words of an array may be on several lines
         inner = re.sub(r"(?<=\s)#[^\n]*", lambda comment: " " * len(comment[0]), command[: held.end()])
-        command = inner.replace("\n", " ") + command[held.end() :]
+        command = inner.replace("\\\n", "  ").replace("\n", " ") + command[held.end() :]
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
     stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
     inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if stop < len(command) else command

@@ -28,7 +28,7 @@ _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
-_REQUIREMENTS = ("*requirement*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
+_REQUIREMENTS = ("*requir*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
 _INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py")  # names of files that decide what a finding is
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, (*JUDGED_BY, *_INSTRUCTIONS, "*.sh", "*.md"))))

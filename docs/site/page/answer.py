@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import toolkit.versions as versions
 
@@ -22,19 +23,25 @@ import toolkit.presets.preset as preset_files  # noqa: E402
 from toolkit.cli import page  # noqa: E402
 from toolkit.errors import ToolkitError  # noqa: E402
 from toolkit.models.hub import hub_refusal  # noqa: E402
+from toolkit.models.shape import ModelShape  # noqa: E402
 
 # The files of the presets do not change while a page is open.
 preset_files.read_preset = functools.cache(preset_files.read_preset)
 
 
-def cannot_count(*_: Any) -> NoReturn:
-    """Refuse an architecture without formulas: no browser can start the process that counts it."""
+count_here = models.count_shape
+
+
+def count_in_browser(config: Path, values: Mapping[str, Any], *, waits: bool = True) -> ModelShape:  # noqa: ARG001  (as there)
+    """Return a count that is shipped, or one of its family: no browser can start the process that counts others."""
+    if (shipped := count_here(config, values, waits=False)) is not None:
+        return shipped
     message = "transformers has to count this architecture, which takes torch and cannot run in a browser"
     known = f"the page has formulas for {', '.join(models.types_with_formulas())}"
     raise ToolkitError(f"{message}; {known}", hint="`toolkit page` counts it where both are installed")
 
 
-models.count_shape = cannot_count
+models.count_shape = count_in_browser
 
 
 def reply(message: str) -> str:

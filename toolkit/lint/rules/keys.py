@@ -45,7 +45,8 @@ OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
-DROPS_EXTRA = re.compile(r"(?:allow_extra_keys|return_remaining_strings)\s*=\s*True")
+DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
+RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # Fields of accelerate's FSDP plugin, and the keys of a file that set them.
 PLUGIN_FIELDS = {
@@ -67,7 +68,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     """Suggest the block of a key, or the nearest known key; the edit renames to it, unless that key is present."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
-    if doc.kind == DEEPSPEED and not block and doc.is_read(name):  # a script's own file, which passes on a part of it
+    is_own = doc.kind == TRAINER or (doc.kind == DEEPSPEED and not block)
+    if is_own and doc.call is None and doc.is_read(name):  # a script's own file, which passes on a part of it
         return Match(key, f"`{shorten(name)}` {what}; your script may read it", "remove it, unless it does", level=NOTE)
     stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
@@ -307,6 +309,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         source = doc.reader_source if doc.call is None else ""
         has_parser = re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
         drops = (bool(DROPS_UNKNOWN.search(source)) and not has_parser) or bool(DROPS_EXTRA.search(source))
+        is_lost = RETURNS_OTHERS.search(doc.reader_source) is not None
         is_passed = re.search(rf"\b{name}\s*=(?!=)", source)
         is_read_here = doc.call is None and not (has_parser or is_passed) and doc.is_read(name)
         may_drop = is_declared or drops or doc.is_read_in_parts or is_read_here or _is_passed_over(doc, name)
@@ -319,12 +322,13 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             fix += "; in the script too, where it passes the argument itself"
         yield Match(
             name,
-            f"transformers {since}'s `TrainingArguments` no longer has `{name}`, {raises}",
+            f"transformers {since}'s `TrainingArguments` no longer has `{name}`, "
+            + ("and your script drops it without a word" if is_lost else raises),
             fix,
             since=since,
             rename=None if renamed is None or doc.has(renamed) or may_be_its or of_arguments else renamed,
             remove=(instead is None or is_off) and not may_be_its and not of_arguments,
-            level=NOTE if may_drop else WARNING if may_be_its and doc.program else None,
+            level=NOTE if may_drop else WARNING if is_lost or (may_be_its and doc.program) else None,
         )
 
 
