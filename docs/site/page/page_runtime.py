@@ -23,6 +23,7 @@ from pathlib import Path
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import cache_folder
 from toolkit.models.decoders import types_with_formulas
+from toolkit.models.read_model import bundled_models
 from toolkit.versions import attention_names, model_class_flags, model_plans, model_types
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,8 +143,10 @@ def library(pyodide: Path) -> bytes:
 
 
 def transformers_facts() -> dict[str, object]:
-    """Return what the planner reads in the source of the installed transformers, of architectures with formulas."""
-    types = types_with_formulas()
+    """Return what the planner reads in the source of the installed transformers, of all architectures that it plans."""
+    configs = [json.loads(path.read_text()) for path in bundled_models().values()]
+    parts = [part for each in configs for part in (each, each.get("text_config", each))]
+    types = {*types_with_formulas(), *(part.get("model_type", "") for part in parts)}
     return {
         "attention_names": attention_names(),
         "model_types": model_types(),
