@@ -1195,3 +1195,14 @@ def test_a_script_that_returns_the_words_it_does_not_know_drops_them(tmp_path: P
     (tmp_path / "train.py").write_text(text)
     command = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.1\n"
     assert levels(lint(tmp_path, b__sh=command))["warmup_ratio"] == "warning"
+
+
+def test_torchrun_counts_the_gpus_for_auto(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: auto\n"
+    assert lint(tmp_path, a__yaml=text) == []
+
+
+def test_accumulation_on_a_launchers_line_asks_for_no_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    command = "accelerate launch --config_file c.yaml --gradient_accumulation_steps 4 train.py\n"
+    assert [each for each in lint(tmp_path, a__sh=command) if each.rule == "block-not-in-force"] == []

@@ -57,7 +57,7 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
     found = engine_of(doc)
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
-        read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY}
+        read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY, "gradient_accumulation_steps", "gradient_clipping"}
         if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
             fix = f"`--use_{kind.lower()}`" if doc.call else f"`distributed_type: {kind}`, or remove {block}"
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"

@@ -53,6 +53,8 @@ PLUGIN_FIELDS = {
     "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "fsdp_cpu_offload": "fsdp_offload_params",
 }
+# accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
+AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -168,8 +170,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             is_fsdp = block == "fsdp_config"
             kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
             key = f"{block}.{name}".lstrip(".")
-            if kind is None or is_template(value) or key in closed or (key, value) == ("steps_per_print", "auto"):
-                continue  # the last, accelerate puts its own number in place of
+            if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
+                continue
             if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
                 of_auto = NOTE if block and kind is not STAGE else WARNING
