@@ -54,7 +54,7 @@ def test_a_field_without_a_default_is_required_and_one_without_an_annotation_is_
 
 
 def test_a_word_that_an_option_does_not_take_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["plan", "Qwen/Qwen3-0.6B"]
+    base = ["plan", "Qwen/Qwen3-0.6B", "--gpu", "h100", "--num-processes", "1"]
     named = [each for each in program().commands["plan"].params if each.opts[0].startswith("--")]
     options = [each.opts[0] for each in named if "str" in str(each.type_descriptor.annotation)]
     assert "--method" in options

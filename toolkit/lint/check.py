@@ -163,9 +163,9 @@ def lint_document(document: Document) -> list[Finding]:
 
 def _place(document: Document, key: str) -> Document:
     """Return the document that a key stands in: `fsdp_config` may be a file of its own, a command may have words."""
-    places = document.command.positions if document.command is not None else {}
-    if document.command is not None and places.keys() & {key, key.partition(".")[0]}:
-        return document.command
+    command = document.command
+    if command is not None and command.positions.keys() & {key, key.partition(".")[0]}:
+        return command
     section = document.fsdp_json
     return section if section is not None and key.startswith("fsdp_config.") and key in section.positions else document
 

@@ -30,8 +30,9 @@ _TRAINER = re.compile(
 )
 _REQUIREMENTS = ("*requir*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
 _INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
-JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py")  # names of files that decide what a finding is
-_LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, (*JUDGED_BY, *_INSTRUCTIONS, "*.sh", "*.md"))))
+# Names of files that decide what a finding is.
+JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.sh", "*.md")
+_LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
     "transformers": (
@@ -213,8 +214,8 @@ def has_own_copy(folder: Path, library: str) -> bool:
 def names_program(folder: Path, program: str) -> bool:
     """Return True where a file of a project, or one in the folders around it, names a program."""
     for place in _around(folder):
-        files = _project_files(place, (*JUDGED_BY, *_INSTRUCTIONS, "*.sh", "*.md"))
-        if any(program in text for text in (place.name, _texts(files))):
+        files = list(dict.fromkeys(_project_files(place, JUDGED_BY)))  # a README fits two of the patterns
+        if program in place.name or program in _texts(files):
             return True
         if (place / ".git").exists():
             break

@@ -85,13 +85,7 @@ class Method:
 
     @classmethod
     def from_options(cls, options: object) -> Method:
-        """Return the method of a command's options, which have the names of its fields. Raises ToolkitError for a word
-        that is no method."""
-        name = getattr(options, "method", SFT)
-        if name in ("lora", "qlora", "full"):
-            hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
-            raise ToolkitError(f"--method is '{name}', expected {', '.join(METHODS)}", hint=hint)
-        check_word("--method", name, list(METHODS))
+        """Return the method of a command's options, which have the names of its fields."""
         return cls(
             **{field.name: getattr(options, field.name) for field in fields(cls) if hasattr(options, field.name)}
         )
@@ -103,7 +97,9 @@ class Method:
 
     @property
     def spec(self) -> MethodSpec:
-        """What its trainer does."""
+        """What its trainer does. Raises ToolkitError for a word that is no method."""
+        if self.method not in METHODS:
+            _refuse_method(self.method)
         return METHODS[self.method]
 
     @property
@@ -176,12 +172,18 @@ class Method:
 SUPERVISED = Method()
 
 
+def _refuse_method(word: str) -> None:
+    if word in ("lora", "qlora", "full"):
+        hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
+        raise ToolkitError(f"--method is '{word}', expected {', '.join(METHODS)}", hint=hint)
+    check_word("--method", word, list(METHODS))
+
+
 def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> None:
     """Raise ToolkitError for a setting of another method, and for settings that contradict each other."""
-    name = method.method
-    check_word("--method", name, list(METHODS))
+    name, spec = method.method, method.spec
     for setting in method.given:
-        if setting not in method.spec.options:
+        if setting not in spec.options:
             users = [other for other, spec in METHODS.items() if setting in spec.options]
             option = "--" + setting.replace("_", "-")
             raise ToolkitError(

@@ -45,7 +45,9 @@ OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
+PARSES_WHOLE = re.compile(r"(?:HfArgument|H4Argument|Trl)Parser\(")
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
+PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$")
 # Fields of accelerate's FSDP plugin, and the keys of a file that set them.
@@ -55,6 +57,14 @@ PLUGIN_FIELDS = {
 }
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
+# DeepSpeed's keys in accelerate's block, whose effect something else has.
+HAD_ELSEWHERE = {
+    **dict.fromkeys(
+        ("activation_checkpointing", "gradient_checkpointing"),
+        "remove it; the training argument `gradient_checkpointing` recomputes activations",
+    ),
+    **{name: f"remove it: `mixed_precision: {name}` decides" for name in ("bf16", "fp16")},
+}
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -84,10 +94,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     homes = [] if block else [each for each, keys in blocks.items() if name in keys]
     if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
         fix, fits = f"move it into `{homes[0]}`", False
-    elif block == "deepspeed_config" and name in ("activation_checkpointing", "gradient_checkpointing"):
-        fix, fits = "remove it; the training argument `gradient_checkpointing` recomputes activations", False
-    elif block == "deepspeed_config" and name in ("bf16", "fp16"):
-        fix, fits = f"remove it: `mixed_precision: {name}` decides", False
+    elif block == "deepspeed_config" and name in HAD_ELSEWHERE:
+        fix, fits = HAD_ELSEWHERE[name], False
     elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
@@ -301,22 +309,17 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if not doc.has(name) or name in trainer_argument_names():
             continue
-        is_declared, since = doc.is_declared(name), removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
-        if is_declared and doc.call is not None:
+        if doc.call is not None and doc.is_declared(name):
             continue  # the script has an argument of that name itself
+        since = removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
         renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
-        source = doc.reader_source if doc.call is None else ""
-        has_parser = re.search(r"(?:HfArgument|H4Argument|Trl)Parser\(", source)
-        drops = (bool(DROPS_UNKNOWN.search(source)) and not has_parser) or bool(DROPS_EXTRA.search(source))
         is_lost = RETURNS_OTHERS.search(doc.reader_source) is not None
-        is_passed = re.search(rf"\b{name}\s*=(?!=)", source)
-        is_read_here = doc.call is None and not (has_parser or is_passed) and doc.is_read(name)
-        may_drop = is_declared or drops or doc.is_read_in_parts or is_read_here or _is_passed_over(doc, name)
+        may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
         of_arguments = doc.is_read_from_arguments(name)
-        may_be_its = may_drop or (doc.call is None and not is_trls_own(doc))
+        may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         if of_arguments:
             fix = f"an older transformers, or {fix}, and the same in your code, which reads it"
@@ -334,13 +337,19 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         )
 
 
-def _is_passed_over(doc: Document, name: str) -> bool:
-    """Return True where a project's scripts read other settings of a file one by one, and never name this one."""
-    source = doc.reader_source if doc.call is None else name
-    is_whole = name in source or re.search(
-        r"(?:HfArgument|H4Argument|Trl)Parser\(|(?:Arguments|Config)\(\s*\*\*", source
-    )
-    return not is_whole and sum(map(doc.is_read, doc.data)) > 1
+def _may_not_reach_trainer(doc: Document, name: str) -> bool:
+    """Return True for a setting of a file that a project's scripts have themselves, drop, read and do not pass on, or
+    never name where they read others one by one."""
+    source = doc.reader_source
+    if doc.is_declared(name) or doc.is_read_in_parts or DROPS_EXTRA.search(source):
+        return True
+    if PARSES_WHOLE.search(source):
+        return False
+    if DROPS_UNKNOWN.search(source):
+        return True
+    if name in source:
+        return doc.is_read(name) and not re.search(rf"\b{name}\s*=(?!=)", source)
+    return not PASSES_ALL.search(source) and sum(map(doc.is_read, doc.data)) > 1
 
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:

@@ -56,9 +56,11 @@ def as_enum(value: Any) -> str:
 
 
 def is_template(value: Any) -> bool:
-    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `__BATCH__`."""
-    is_marked = isinstance(value, str) and ("$" in value or "{{" in value or value.startswith(("<", "__")))
-    return is_marked or (isinstance(value, str) and value in WORDS)
+    """Return True for text that another program completes: `${BATCH}`, `{{ batch }}`, `<batch>`, `__BATCH__`, or a word
+    that stands for it."""
+    if not isinstance(value, str):
+        return False
+    return "$" in value or "{{" in value or value.startswith(("<", "__")) or value in WORDS
 
 
 def shorten(value: Any) -> str:

@@ -161,8 +161,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         value = doc.get(name)
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
         is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
-        is_on_command = doc.command is not None and name in doc.command.positions
-        is_in_yaml = doc.call is None and not doc.is_json and not is_on_command
+        is_in_yaml = doc.call is None and not (doc.is_json or doc.is_flag(name))
         if is_its and is_in_yaml and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source):
             number = re.sub("[eE]", ".0e", str(value))
             keeps_it = re.search(r"^$|parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
