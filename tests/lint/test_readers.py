@@ -44,6 +44,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
     ],
 )
 def test_an_argument_that_the_script_declares_is_no_error(source: str, level: str | None, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("transformers>=5.15\n")
     findings = lint(tmp_path, run__sh=COMMAND, train__py=source)
     assert levels(findings).get("warmup_ratio") == level
 
@@ -71,7 +72,7 @@ def test_a_dataclass_beside_the_script_counts_too(tmp_path: Path) -> None:
 def test_the_project_of_a_file_says_who_reads_it(
     text: str, source: str, expected: dict[str, str | None], tmp_path: Path
 ) -> None:
-    (tmp_path / "requirements.txt").write_text("trl\n")
+    (tmp_path / "requirements.txt").write_text("trl\ntransformers>=5.15\n")
     found = levels(lint(tmp_path, a__yaml=text, train__py=source))
     assert {key: found.get(key) for key in expected} == expected
 
@@ -303,7 +304,7 @@ def test_auto_and_old_forms_of_a_json_are_read_by_some(
 def test_a_copy_of_the_program_in_the_project_says_what_it_has(
     name: str, text: str, has_copy: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "pyproject.toml").write_text('dependencies = ["llamafactory"]\n')
     (tmp_path / "name" / "args").mkdir(parents=True)
     (tmp_path / "name" / "args" / "base.py").write_text("class A:\n    train_type: str = 'lora'\n" if has_copy else "")
     folder = tmp_path / "a/b/c/d/e/f/g"  # as ms-swift's own examples lie

@@ -539,7 +539,7 @@ def test_an_old_switch_that_is_off_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["", "dtype = model_args.torch_dtype\n"])
 def test_a_name_that_the_script_reads_is_not_renamed(source: str, tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "requirements.txt").write_text("trl>=1.16\n")
     (tmp_path / "train.py").write_text(source)
     (tmp_path / "a.yaml").write_text(f"{TRL}torch_dtype: auto\n")
     assert ("torch_dtype" in fixed_text(tmp_path / "a.yaml")) == bool(source)
@@ -832,6 +832,7 @@ def test_what_a_project_installs_may_exclude_a_version(name: str, text: str, lev
 )
 def test_a_recipe_is_read_by_the_copy_of_a_program_in_its_tree(module: str, level: str, tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
+    (tmp_path / "README.md").write_text("We train with LLaMA-Factory.\n")
     (tmp_path / module).parent.mkdir(parents=True)
     (tmp_path / module).touch()
     (finding,) = lint(tmp_path, a__yaml=f"{FACTORY}evaluation_strategy: steps\n")
@@ -946,7 +947,7 @@ def test_what_transformers_5_needs_excludes_no_older_version(tmp_path: Path) -> 
 def test_a_name_that_the_code_reads_from_its_arguments_is_renamed_there_too(
     code: str, fix: str, tmp_path: Path
 ) -> None:
-    (tmp_path / ".git").mkdir()
+    (tmp_path / "requirements.txt").write_text("trl>=1.16\n")
     (tmp_path / "train.py").write_text(f"parser = TrlParser((SFTConfig, ModelConfig))\n{code}\n")
     findings = lint(tmp_path, a__yaml=f"{TRL}torch_dtype: bfloat16\n")
     assert [each.fix for each in findings if each.key == "torch_dtype"] == [fix]
@@ -1024,7 +1025,7 @@ def test_a_commit_of_a_library_is_a_pin_however_its_name_is_spelt(tmp_path: Path
 
 
 def test_a_removed_argument_that_the_code_reads_from_its_arguments_is_not_removed_alone(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "requirements.txt").write_text("transformers>=5.15\n")
     train = "from transformers import HfArgumentParser, TrainingArguments\n"
     train += "(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
     (tmp_path / "train.py").write_text(f"{train}steps = args.warmup_ratio * 100\n")
@@ -1163,7 +1164,7 @@ def test_a_recipe_that_the_projects_code_reads_by_names_is_its_own(tmp_path: Pat
 def test_code_that_imports_what_a_version_no_longer_has_needs_an_older_one(
     text: str, level: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "requirements.txt").write_text("transformers>=5.15\n")
     (tmp_path / "old.py").write_text(text)
     command = "torchrun -m axes --output_dir out --bf16 true --overwrite_output_dir true"
     (tmp_path / "axes.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
@@ -1206,3 +1207,42 @@ def test_accumulation_on_a_launchers_line_asks_for_no_deepspeed(tmp_path: Path) 
     (tmp_path / "c.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     command = "accelerate launch --config_file c.yaml --gradient_accumulation_steps 4 train.py\n"
     assert [each for each in lint(tmp_path, a__sh=command) if each.rule == "block-not-in-force"] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_code", "level"),
+    [
+        ("", True, "warning"),
+        ("transformers>=4.45", True, "warning"),  # the newest one, where nothing holds it back
+        ("transformers>=5.15,<6", True, "error"),
+        ("transformers==5.23.0", True, "error"),
+        ("", False, "error"),  # a file alone is of the newest version
+    ],
+)
+def test_what_a_version_removed_is_said_with_the_version_where_the_project_says_none(
+    asked: str, has_code: bool, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "requirements.txt").write_text(f"{asked}\n")
+    if has_code:
+        (tmp_path / "train.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
+    text = f"{OLD_NAME}warmup_ratio: 0.1\n"
+    found = {each.key: each for each in lint(tmp_path, a__yaml=text)}
+    assert (found["warmup_ratio"].level, found["evaluation_strategy"].level) == (level, level)
+    is_conditional = found["warmup_ratio"].fix.startswith("if you run transformers 5.15.0 or newer: ")
+    assert is_conditional == (level == "warning")
+    assert ("evaluation_strategy" in fixed_text(tmp_path / "a.yaml")) == is_conditional
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "level"),
+    [
+        (f"{FACTORY}train_type: lora\n", "", "note"),
+        (f"{FACTORY}train_type: lora\n", "See LLaMA-Factory.\n", "warning"),
+        (f"# llamafactory-cli train a.yaml\n{FACTORY}train_type: lora\n", "", "warning"),
+    ],
+)
+def test_a_file_is_of_a_program_that_its_project_names(text: str, named: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "README.md").write_text(named)
+    (tmp_path / "own.py").write_text("yaml.safe_load(open('a.yaml'))\n")
+    assert levels(lint(tmp_path, a__yaml=text))["train_type"] == level

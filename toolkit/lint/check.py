@@ -30,7 +30,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import ERROR, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
@@ -152,7 +152,7 @@ def lint_document(document: Document) -> list[Finding]:
             level=_level(document, rule, match),
             rule=rule.name,
             message=_message(document, rule, match),
-            fix=match.fix,
+            fix=_fix(document, rule, match),
             checked_against=rule.checked_against,
             documentation=documentation_address("reference/lint.md", rule.name),
         )
@@ -184,6 +184,20 @@ def _message(document: Document, rule: LintRule, match: Match) -> str:
     return match.message
 
 
+def _fix(document: Document, rule: LintRule, match: Match) -> str:
+    if since := _since_unknown(document, rule, match):
+        return f"if you run {rule.library} {since} or newer: {match.fix}"
+    return match.fix
+
+
+def _since_unknown(document: Document, rule: LintRule, match: Match) -> str | None:
+    """Return the recent version in which something began where no file of a project says which version it runs."""
+    since, recent = match.since or rule.removed_in, RECENT_VERSIONS.get(rule.library)
+    is_recent = since is not None and recent is not None and version_numbers(since) >= version_numbers(recent)
+    is_open = is_recent and _is_certain(document, rule, match) and document.may_be_older(rule.library, str(since))
+    return since if is_open else None
+
+
 def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
     """Return False where the file may be another program's, or the project uses another version of the library."""
     return not (document.is_guessed or _pin(document, rule, match) or document.has_own_copy(rule.library))
@@ -201,6 +215,8 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
         return NOTE
     if document.kind == TRAINER and document.call is None and has_own_loop(document.folder):
         return NOTE  # its settings are those of the loop
+    if level == ERROR and _since_unknown(document, rule, match):
+        level = WARNING
     if level == NOTE or _is_known(document, rule):
         return level
     if document.program is not None:
@@ -230,7 +246,8 @@ def fixed_text(path: Path) -> str:
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
         known = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
-        matches = [match for rule, match in known if _is_certain(document, rule, match)]
+        certain = [(rule, match) for rule, match in known if _is_certain(document, rule, match)]
+        matches = [match for rule, match in certain if not _since_unknown(document, rule, match)]
         changed = apply_fixes(document, matches)
         if changed == document.text:
             break

@@ -37,12 +37,14 @@ from toolkit.lint.job_files import script_of
 from toolkit.lint.job_script import EMPTY_SCRIPT, PAIR, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
 from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
+    asks_from,
     declares,
     find_named,
     has_own_copy,
     imported_source,
     names_program,
     pinned_below,
+    project_files,
     project_source,
     reader_in,
     source_of,
@@ -195,17 +197,29 @@ class Document:
 
     @property
     def is_guessed(self) -> bool:
-        """Return True for a file that nothing names, with many keys that its library does not have."""
-        is_axolotls = self.kind == AXOLOTL and not self.is_of_axolotl
+        """Return True for a file that nothing names, with many keys that its library does not have, or of a program
+        that nothing else in a project of its own code names."""
+        if self.program in PROGRAM_NAMES and self.kind == TRAINER and self.has_code and not self.is_of(self.program):
+            return True
+        is_axolotls = self.kind == AXOLOTL and not self.is_of("axolotl")
         known = program_schema("axolotl").known if is_axolotls else KNOWN_KEYS.get(self.kind or "", self.data)
         unknown = [key for key in self.data if key not in known and key[:1] != "_"]
         return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / (4 if is_axolotls else 3))
 
+    def is_of(self, program: str) -> bool:
+        """Return True where a file, its path, a command, or its project's code or requirements name a program."""
+        names = PROGRAM_NAMES[program]
+        is_named = any(name in text for name in names for text in (self.text, Path(self.path).name))
+        return self.start is not None or is_named or names_program(self.folder, *names)
+
     @property
-    def is_of_axolotl(self) -> bool:
-        """Return True where a file, its path, a command, or its project's code or requirements name axolotl."""
-        is_named = self.command is not None or "axolotl" in self.text or "axolotl" in Path(self.path).name
-        return is_named or names_program(self.folder, "axolotl")
+    def has_code(self) -> bool:
+        """Return True where the script, or a Python file of the file's project, is here: what reads the settings."""
+        return bool(self.source or project_files(self.folder))
+
+    def may_be_older(self, library: str, version: str) -> bool:
+        """Return True for a setting of a project's own code that does not ask for this version of a library."""
+        return self.has_code and not asks_from(self.folder, library, version)
 
     @property
     def has_trl_parser(self) -> bool:
@@ -596,6 +610,11 @@ FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys of what a run, or a model, has left: nobody reads these files as arguments.
 RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
 MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
+PROGRAM_NAMES = {
+    "axolotl": ("axolotl",),
+    "llama-factory": ("LLaMA-Factory", "LLaMA Factory", "llama-factory", "llamafactory", "llama_factory", "llmtuner"),
+    "ms-swift": ("ms-swift", "ms_swift", "swift sft", "swift pt", "swift rlhf"),
+}
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {

@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toolkit.convert.programs import A_SCRIPT
@@ -56,6 +56,7 @@ _OWN_COPIES = {
     "openrlhf": "openrlhf/(?:cli|trainer)/",
 }
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
+_FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
@@ -150,19 +151,41 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
         for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
             if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
                 return f"{name} below {dropped_in}, by its import of {lost}"
-    for place in _around(folder):
+    for place in _project(folder):
         for name, least in needs.items():
-            limit, spelt = (*version_numbers(least), 0, 0)[:3], re.sub(r"-(?!\w*])", "[-_.]", name)
-            pattern = rf"(?<![\w./-])({spelt}){_SPECIFIER}"
-            for found in re.finditer(pattern, _requirements(place), re.IGNORECASE):
-                is_commit = re.fullmatch("[0-9a-f]{7,40}", found[2])
-                for sign, number in [("==", "0")] if is_commit else _BOUND.findall(found[2].replace(" ", "")):
-                    bound = (*version_numbers(number), 0, 0)[:3]
-                    if bound < limit or (sign == "<" and bound == limit):
-                        return f"{found[1]} {found[2].strip(' ,')}"
-        if (place / ".git").exists():
-            break
+            limit = _three(least)
+            for named, asked in _asked(place, name):
+                is_commit = re.fullmatch("[0-9a-f]{7,40}", asked)
+                for sign, number in [("==", "0")] if is_commit else _BOUND.findall(asked.replace(" ", "")):
+                    if _three(number) < limit or (sign == "<" and _three(number) == limit):
+                        return f"{named} {asked.strip(' ,')}"
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def asks_from(folder: Path, library: str, version: str) -> bool:
+    """Return True where the requirements of a project ask for a version of a library, or a later one."""
+    asked = (each for place in _project(folder) for _, each in _asked(place, library))
+    found = (number for each in asked for _, number in _FROM.findall(each.replace(" ", "")))
+    return any(_three(number) >= _three(version) for number in found)
+
+
+def _asked(place: Path, library: str) -> list[tuple[str, str]]:
+    """Return what the requirements in a folder say of a library: its name there, and the versions or the commit."""
+    spelt = re.sub(r"-(?!\w*])", "[-_.]", library)
+    return re.findall(rf"(?<![\w./-])({spelt}){_SPECIFIER}", _requirements(place), re.IGNORECASE)
+
+
+def _three(version: str) -> tuple[int, ...]:
+    return (*version_numbers(version), 0, 0)[:3]
+
+
+def _project(folder: Path) -> Iterator[Path]:
+    """Yield a folder and those around it, up to the project's root."""
+    for place in _around(folder):
+        yield place
+        if (place / ".git").exists():
+            return
 
 
 def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
@@ -177,8 +200,8 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, pinned_below)
-    for each in (*caches, _names):
+    caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, _names)
+    for each in (*caches, pinned_below, asks_from):
         each.cache_clear()
 
 
@@ -211,15 +234,13 @@ def has_own_copy(folder: Path, library: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def names_program(folder: Path, program: str) -> bool:
-    """Return True where a file of a project, or one in the folders around it, names a program."""
-    for place in _around(folder):
+def names_program(folder: Path, *names: str) -> bool:
+    """Return True where a file of a project, or one in the folders around it, has one of a program's names."""
+    for place in _project(folder):
         files = list(dict.fromkeys(_project_files(place, JUDGED_BY)))  # a README fits two of the patterns
-        if program in place.name or program in _texts(files):
+        if any(name in text for name in names for text in (place.name, _texts(files))):
             return True
-        if (place / ".git").exists():
-            break
-    return program in project_source(folder)
+    return any(name in project_source(folder) for name in names)
 
 
 def imported_source(source: str, folder: Path) -> str:

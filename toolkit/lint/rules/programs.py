@@ -64,11 +64,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             level = WARNING if doc.has_trl_parser else NOTE
         if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
             fix = f"an older TRL, or {fix} and the same in your code"
-        if (key in schema.former or key in schema.renamed) and (pin := _older(doc, schema)):
-            message, level, instead = f"{message}; the project asks for {pin}", NOTE, None
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
-        yield Match(key, message, fix, rename=name if is_free else None, level=level)
+        since = schema.version if key in schema.former or key in schema.renamed else None
+        yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
 
 
 def _is_beginning(key: str, schema: ProgramSchema) -> bool:
@@ -86,11 +85,6 @@ def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
         return "remove it"
     is_longer = close.count("_") > key.count("_") and close.replace("_", "") != key.replace("_", "")
     return f"`{close}` if you mean that, or remove it" if is_longer else f"`{close}`"
-
-
-def _older(doc: Document, schema: ProgramSchema) -> str | None:
-    """Return what the project asks for where that is an older version of a program."""
-    return doc.pinned_below(schema.distribution, schema.version)
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
@@ -111,8 +105,8 @@ def _old_names(doc: Document) -> Iterator[Match]:
         for key in [key for key in unknown if key in schema.renamed and not doc.is_declared(key)]:
             instead = schema.replacement(key)
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
-            level = NOTE if _older(doc, schema) else WARNING
-            yield Match(key, message, f"`{instead}`" if instead else "remove it", level=level)
+            fix = f"`{instead}`" if instead else "remove it"
+            yield Match(key, message, fix, level=WARNING, since=schema.version)
 
 
 def is_trls_own(doc: Document) -> bool:
