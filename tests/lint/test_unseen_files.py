@@ -940,7 +940,7 @@ def test_what_transformers_5_needs_excludes_no_older_version(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "fix"),
     [
-        ("x = model_args.torch_dtype", "an older TRL, or `dtype` and the same in your code"),
+        ("x = model_args.torch_dtype", "`dtype`, and the same in your code; or an older TRL"),
         ("x = load(torch_dtype=1)", "`dtype`"),
     ],
 )
@@ -1246,3 +1246,20 @@ def test_a_file_is_of_a_program_that_its_project_names(text: str, named: str, le
     (tmp_path / "README.md").write_text(named)
     (tmp_path / "own.py").write_text("yaml.safe_load(open('a.yaml'))\n")
     assert levels(lint(tmp_path, a__yaml=text))["train_type"] == level
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0\n", '`gpu_ids: "0"`, in quotes'),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: ./z3.json\n",
+         "`deepspeed_config: {deepspeed_config_file: ./z3.json}`"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_shown_as_the_key_takes_it(text: str, fix: str, tmp_path: Path) -> None:
+    assert fix in [each.fix for each in lint(tmp_path, a__yaml=text) if each.rule == "wrong-type"]
+
+
+def test_an_escaped_space_is_no_value_of_the_option_before_it(tmp_path: Path) -> None:
+    command = "torchrun train.py --output_dir out --bf16 true --warmup_steps 500 \\ \n  --fp16 true\n"
+    assert [each.rule for each in lint(tmp_path, a__sh=command)] == ["lost-line"]

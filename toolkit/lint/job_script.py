@@ -270,7 +270,7 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         has_value = argument is not None and arguments[argument][0] is not None
         if is_open and not PAIR.match(word) and (argument is None or has_value or _MANY_WORDS.search(word)):
             complete = False
-        elif argument is not None:
+        elif argument is not None and word.strip():  # an escaped space is nobody's value
             old, line = arguments[argument]
             arguments[argument] = word if old is None else [*(old if isinstance(old, list) else [old]), word], line
     return LauncherCall(

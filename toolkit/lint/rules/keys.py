@@ -187,7 +187,16 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
                 since = READ_SINCE.get(name)
                 message = f"{shorten(value)}, expected {kind.expected}"
-                yield Match(key, message, kind.expected, level=level, since=since)
+                yield Match(key, message, _as_expected(key, value, kind.expected), level=level, since=since)
+
+
+def _as_expected(key: str, value: Any, expected: str) -> str:
+    """Return the value as the key takes it, where it is plain what is meant."""
+    if expected.startswith("text") and type(value) is int:
+        return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
+    if key == "deepspeed_config" and str(value).endswith(".json"):
+        return f"`deepspeed_config: {{deepspeed_config_file: {shorten(value)}}}`"
+    return expected
 
 
 def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
@@ -322,7 +331,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         if of_arguments:
-            fix = f"an older transformers, or {fix}, and the same in your code, which reads it"
+            fix = f"{fix}, and the same in your code, which reads it; or an older transformers"
         elif may_be_its:
             fix += "; in the script too, where it passes the argument itself"
         yield Match(
@@ -354,7 +363,9 @@ def _may_not_reach_trainer(doc: Document, name: str) -> bool:
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:
     ratio = as_float(doc.get(name)) if name == "warmup_ratio" else None
-    return f"`warmup_steps: {ratio:g}`, a fraction of all steps" if ratio is not None and ratio < 1 else f"`{instead}`"
+    if ratio is not None and ratio < 1:
+        return f"`warmup_steps: {ratio:g}`, a fraction of all steps"
+    return f"`{instead}` in the environment" if name == "logging_dir" else f"`{instead}`"
 
 
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")

@@ -63,7 +63,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
         if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
-            fix = f"an older TRL, or {fix} and the same in your code"
+            fix = f"{fix}, and the same in your code; or an older TRL"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         since = schema.version if key in schema.former or key in schema.renamed else None
