@@ -426,3 +426,27 @@ def test_a_file_is_planned_with_the_numerics_of_its_program(tmp_path: Path) -> N
         assert planned(tmp_path, name, text).program == program
         assert planned(tmp_path, name, text, "program", program="toolkit").program == "toolkit"
     assert planned(tmp_path, "ours.yaml", OURS).program is None
+
+
+GRPO_WITHOUT_MODEL = "num_generations: 8\nmax_completion_length: 512\nper_device_train_batch_size: 8\noutput_dir: out\n"
+
+
+def test_a_trl_file_whose_script_names_the_model_is_planned_with_one(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(GRPO_WITHOUT_MODEL)
+    with pytest.raises(ToolkitError, match="names no model") as error:
+        configured_plan(file, None, PlanOptions(), given=())
+    assert error.value.hint == f"`toolkit plan MODEL --config {file}`"
+    found = configured_plan(file, "owner/name", PlanOptions(), given=())
+    assert (found.model, found.options.method, found.options.num_generations) == ("owner/name", "grpo", 8)
+
+
+def test_the_file_of_a_script_is_answered_with_options_that_plan_its_job(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("model_name: a/b\ntrain_file: t.jsonl\nuse_lora: true\nlora: {rank: 8}\nlearning_rate: 1.0e-4\n")
+    with pytest.raises(ToolkitError, match="of no program whose files are read") as error:
+        configured_plan(file, None, PlanOptions(), given=())
+    assert "`toolkit plan a/b --max-seq-length" in str(error.value.hint)
+    file.write_text("model_name_or_path: a/b\nlora_rr: 8\n")  # one of ours, misspelt
+    with pytest.raises(ToolkitError, match="unknown argument --lora_rr"):
+        configured_plan(file, None, PlanOptions(), given=())

@@ -7,20 +7,21 @@ that names the option to give (convert/tables/plan.yaml).
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.convert.conversion import convert_settings, read_settings
+from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
 from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect, typed
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
-from toolkit.job.argument_aliases import canonical_values
-from toolkit.job.argument_reading import CONFIG_SUFFIXES
+from toolkit.job.argument_aliases import ALIASES, canonical_values
+from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
 from toolkit.job.argument_values import check_type, is_true
 from toolkit.job.job import Job
 from toolkit.plan.methods import METHODS, SFT, Method
@@ -52,6 +53,8 @@ CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugi
 # Where a file says the method, and the words that are another one here; TRL's is the command's.
 METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "trl": ("method",)}
 METHOD_WORDS = {"ipo": "dpo", "rm": "reward", "True": "reward", "pt": SFT}
+MOST_MISSPELT = 2  # settings of a file that we do not have, above which it is not ours
+MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
@@ -149,16 +152,20 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     described += _refused(source)
     found = {name: value for name, value in found.items() if name not in given}
     if model is None and job.model_name_or_path is None:
-        raise ToolkitError(f"{file} names no model", hint="`toolkit plan MODEL --config FILE`")
+        raise _no_model(file)
     return ConfiguredPlan(model or str(job.model_name_or_path), replace(options, **found), described)
 
 
 def _read(file: Path, model: str | None, options: PlanOptions, given: Collection[str]) -> _Source:
+    program = None
     if file.suffix in CONFIG_SUFFIXES:
         values = read_configuration(file)
-        if program_of(values) is None and not values.keys() & {"distributed_type", "compute_environment"}:
+        program = program_of(values if model is None else {"model_name_or_path": model, **values})
+        if program is None and not values.keys() & {"distributed_type", "compute_environment"}:
+            _check_ours(file, values)
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
-    program, values = read_settings(file, methods=[method for method in METHODS if method != SFT], others=[SWIFT])
+    tool = program if program in TOOLS else None
+    program, values = read_settings(file, tool, methods=[each for each in METHODS if each != SFT], others=[SWIFT])
     if program == SWIFT:
         return _swift(file, values, options, given)
     method = options.method if "method" in given else _method(program, values, file)
@@ -188,6 +195,25 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
+
+
+def _no_model(file: Path) -> ToolkitError:
+    return ToolkitError(f"{file} names no model", hint=f"`toolkit plan MODEL --config {shlex.quote(str(file))}`")
+
+
+def _check_ours(file: Path, values: Mapping[str, Any]) -> None:
+    """Raise ToolkitError for the file of a script with settings of its own, whose meaning nothing here knows."""
+    if program_of({"model_name_or_path": "a model", **values}) is not None:
+        raise _no_model(file)
+    others = [name for name in values if name not in argument_types() and name not in ALIASES]
+    if len(others) > MOST_MISSPELT:
+        model = next((str(values[name]) for name in MODEL_NAMES if isinstance(values.get(name), str)), "MODEL")
+        raise ToolkitError(
+            f"{file} is of no program whose files are read (TRL, axolotl, LLaMA-Factory, ms-swift): it has"
+            f" {', '.join(map(shown, others[:4]))}",
+            hint=f"`toolkit plan {shlex.quote(model)} --max-seq-length 2048 --per-device-train-batch-size 1`, and"
+            " `--lora-r 16` where it trains adapters",
+        )
 
 
 def _as_lora(values: dict[str, Any]) -> dict[str, Any]:
