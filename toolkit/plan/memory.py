@@ -74,8 +74,8 @@ DEFAULT_MARGIN = Margin(of_rest=UNCERTAINTY)
 class OtherReading(NamedTuple):
     """The planned peak where an option that is not given has another value, and the option that excludes it.
 
-    >>> OtherReading(2**30, "--optim adamw_torch_fused").text
-    'up to 1.0 unless `--optim adamw_torch_fused`'
+    >>> OtherReading(2**30, "--zero3-init").text
+    'up to 1.0 unless `--zero3-init`'
     """
 
     planned_peak_bytes: int
@@ -233,7 +233,7 @@ def _margin_of_another_program(engine: EngineSettings, shape: ModelShape, job: P
     who = "another program" if job.numerics.program == TOOLKIT else job.numerics.program
     of_rest, share = UNCERTAINTY_UNKNOWN if shape.activations_from == "llama" else 0, OF_GPU.get(group)
     if share is None:
-        return Margin(of_rest=of_rest, of_all=None, reason=f"not known for jobs of {who} {group}")
+        return Margin(of_rest=of_rest, of_all=None, reason=f"not known for jobs of {who} {group}: rehearse it")
     reason = f"a job of {who} {group} fits up to {share:.0%} of a GPU"
     return Margin(of_rest=of_rest, of_all=1 / share - 1, reason=reason)
 

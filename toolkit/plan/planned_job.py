@@ -51,7 +51,7 @@ LARGEST_WORLD_SIZE = 2**20
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 # Options whose default other programs' versions decide.
-OPEN_OPTIONS = ("attn_implementation", "optim", "save_on_gpu", "zero3_init")
+OPEN_OPTIONS = ("attn_implementation", "save_on_gpu", "zero3_init")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -143,12 +143,6 @@ class PlannedJob(Job):
         numerics, decided = self.numerics, replace(self, not_given=())
         if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
             yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
-        if (
-            "optim" in self.not_given
-            and self.lora_r is None
-            and (PROGRAMS[numerics.program].any_optimizer or self.loss == "upcast")
-        ):
-            yield "--optim adamw_torch_fused", replace(decided, optim="adamw_torch")
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
         if "zero3_init" in self.not_given and self.is_of_another_program:
