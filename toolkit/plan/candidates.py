@@ -142,15 +142,18 @@ class Candidate:
     @property
     def peak_text(self) -> str:
         """Planned and possible peak, and what the GPU has, for people; above that, there is no range."""
-        sizes = self.memory.planned_peak_bytes, self.memory.possible_peak_bytes, self.request.gpu.memory_bytes
-        planned, possible, memory = map(tenths_of_gib, sizes)
-        more = "" if self.memory.least_peak_bytes > sizes[2] else f" planned, up to {possible} possible,"
+        plan, gpu_bytes = self.memory, self.request.gpu.memory_bytes
+        possible, more, reason = plan.possible_peak_bytes, "", f"margin: {plan.margin.reason}"
+        if plan.least_peak_bytes > gpu_bytes and self.verdict == TOO_CLOSE:
+            more = f" planned, from {tenths_of_gib(plan.lowest_peak_bytes)} possible,"
+            reason = "with shorter rows, unless `--equal-lengths`, and a plan 15 % too high"
+        elif plan.least_peak_bytes <= gpu_bytes:
+            more = f" planned, up to {tenths_of_gib(possible)} possible," if possible else " planned"
+            if possible is not None and possible <= gpu_bytes and plan.other and self.verdict == TOO_CLOSE:
+                reason = plan.other.text
         wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
-        reason, other = f"margin: {self.memory.margin.reason}", self.memory.other
-        if other is not None and self.memory.possible_peak_bytes <= sizes[2] < other.possible_peak_bytes:
-            reason = other.text
         why = f" ({reason})" if wide and not self.host_refusal else ""
-        return f"{planned} GiB{more} of {memory}{why}"
+        return f"{tenths_of_gib(plan.planned_peak_bytes)} GiB{more} of {tenths_of_gib(gpu_bytes)}{why}"
 
     @property
     def host_refusal(self) -> str | None:

@@ -114,8 +114,6 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     loss, note = _loss(source, job, planned)
     names = {each.name for each in fields(options)}
     found = {name: getattr(planned, name) for name in (*PLANNED_ARGUMENTS, *CHOSEN) if name in names} | {"loss": loss}
-    if "optim" not in job.given:  # the program's version decides
-        del found["optim"]
     if not planned.evaluates:
         del found["per_device_eval_batch_size"]
     found |= {"num_train_epochs": job.value("num_train_epochs") or 3.0, "max_steps": job.value("max_steps")}

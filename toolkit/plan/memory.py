@@ -16,6 +16,7 @@ from toolkit.engines.planned import ModelStates
 from toolkit.models.shape import ModelShape
 from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
+from toolkit.plan.methods import SFT
 from toolkit.plan.micro_batch import micro_batch
 from toolkit.plan.model_states import model_states
 from toolkit.plan.phases import PhaseMemory, Rank, peaks
@@ -36,16 +37,15 @@ UNCERTAINTY, UNCERTAINTY_DEEPSPEED = 0.15, 0.10
 UNCERTAINTY_UNKNOWN = 0.5
 # The same if another size of the family was counted: of 5 % more than needed (docs/evidence/plan-accuracy.md).
 UNCERTAINTY_FAMILY = 0.2
-# Share of the whole plan by which the peak may be higher, by what made public jobs of programs of 2023 to 2026 exceed
-# their plans (docs/evidence/plan-accuracy.md, unseen jobs).
-OF_ALL_DEEPSPEED_FULL, OF_ALL_OTHER_PROGRAM, OF_ALL_OFFLOAD = 0.10, 0.15, 0.30
-# Another program, sharded by DeepSpeed, or not at all: chosen on 309 public jobs, of which eight more that ran out of
-# memory are no longer planned as `fits`, and 17 more that ran are too close. Of the 54 that had been planned unseen
-# twelve had been `fits`, most of them with 59 to 70 % of the memory planned. Messages tell only a part of it: torch
-# could not use 0 to 45 % of what it held under ZeRO-3, without sharding 0 to 9 %
-# (`tests/fixtures/out_of_memory_messages.csv`).
-OF_ALL_OTHER_DEEPSPEED, OF_ALL_UNSHARDED = 0.50, 0.60
-OF_ALL_FSDP1 = {"full": 0.15, "adapters": 0.55, "offload": 0.60}
+# Share of the whole plan by which the peak of a full fine-tune under DeepSpeed may be higher, by what was published.
+OF_ALL_DEEPSPEED_FULL = 0.10
+# Share of a GPU up to which the plan of another program's job fits: the largest at which, of 188 public jobs that ran
+# out of memory, at most one in ten of the group is planned with less, also where each repository in turn is left out
+# (docs/evidence/plan-accuracy.md). Groups that are not named never fit: no share separates their jobs, or there are
+# too few.
+OF_GPU = {"without sharding": 0.65, "under DeepSpeed": 0.80, "under FSDP1": 0.65}
+# Plans of other programs' jobs that ran were up to so many times the memory they had, with rows of half the length.
+OVERPLANNED = 1.15
 # The least of it: what others report for CUDA's context and a communicator differs by as much.
 LEAST_MARGIN_BYTES = 1 * GIB
 
@@ -56,11 +56,14 @@ class Margin:
 
     of_rest: float
     """Share of all but the model states."""
-    of_all: float = 0.0
+    of_all: float | None = 0.0
+    """None: by how much is not known."""
     reason: str = "everything but model states"
 
-    def of(self, planned_peak_bytes: int, exact_bytes: int) -> int:
-        """Return the bytes, for a peak of which `exact_bytes` are certain."""
+    def of(self, planned_peak_bytes: int, exact_bytes: int) -> int | None:
+        """Return the bytes, for a peak of which `exact_bytes` are certain; None if they are not known."""
+        if self.of_all is None:
+            return None
         rest = int(self.of_rest * (planned_peak_bytes - exact_bytes))
         return max(rest, int(self.of_all * planned_peak_bytes), LEAST_MARGIN_BYTES)
 
@@ -69,18 +72,18 @@ DEFAULT_MARGIN = Margin(of_rest=UNCERTAINTY)
 
 
 class OtherReading(NamedTuple):
-    """The most that is possible where an option that is not given has another value, and the option that excludes it.
+    """The planned peak where an option that is not given has another value, and the option that excludes it.
 
-    >>> OtherReading(2**30, "--optim adamw_torch_fused").text
-    'up to 1.0 unless `--optim adamw_torch_fused`'
+    >>> OtherReading(2**30, "--zero3-init").text
+    'up to 1.0 unless `--zero3-init`'
     """
 
-    possible_peak_bytes: int
+    planned_peak_bytes: int
     option: str
 
     @property
     def text(self) -> str:
-        return f"up to {tenths_of_gib(self.possible_peak_bytes)} unless `{self.option}`"
+        return f"up to {tenths_of_gib(self.planned_peak_bytes)} unless `{self.option}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class MemoryPlan:
     margin: Margin
     readings: Callable[[], Iterable[OtherReading]] = field(default=tuple, compare=False)
     """Plans the other readings of the job's options; only asked for where this one fits."""
+    least_reading: Callable[[], MemoryPlan] | None = field(default=None, compare=False)
+    """Plans the reading with least memory of another program's job; only asked for where this one does not fit."""
 
     @cached_property
     def other(self) -> OtherReading | None:
@@ -121,10 +126,18 @@ class MemoryPlan:
         """
         return self.peak.allocated_bytes + self.driver_bytes
 
+    @cached_property
+    def lowest_peak_bytes(self) -> int:
+        """The same in the reading with least memory; of another program's job, less what plans may be too high."""
+        if self.least_reading is None:
+            return self.least_peak_bytes
+        return int(self.least_reading().least_peak_bytes / OVERPLANNED)
+
     @property
-    def possible_peak_bytes(self) -> int:
-        """Upper end of the range: the planned peak, and the margin by which it may be higher."""
-        return self.planned_peak_bytes + self.margin.of(self.planned_peak_bytes, self.peak.state_bytes)
+    def possible_peak_bytes(self) -> int | None:
+        """Upper end of the range: the planned peak, and the margin by which it may be higher; None: not known."""
+        margin = self.margin.of(self.planned_peak_bytes, self.peak.state_bytes)
+        return None if margin is None else self.planned_peak_bytes + margin
 
 
 def plan_memory(
@@ -170,7 +183,10 @@ def plan_engine_memory(
 
     def readings() -> Iterable[OtherReading]:
         for option, other in job.other_readings():
-            yield OtherReading(plan_engine_memory(shape, engine, other, load=load).possible_peak_bytes, option)
+            yield OtherReading(plan_engine_memory(shape, engine, other, load=load).planned_peak_bytes, option)
+
+    def least_reading() -> MemoryPlan:
+        return plan_engine_memory(shape, engine, job.least_reading(), load=load)
 
     return MemoryPlan(
         states=states,
@@ -187,29 +203,39 @@ def plan_engine_memory(
         host=host_memory(engine, weights, states, job),
         margin=_margin(engine, shape, job),
         readings=readings,
+        least_reading=least_reading if job.is_of_another_program else None,
     )
 
 
 def _margin(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margin:
+    if job.is_of_another_program:
+        return _margin_of_another_program(engine, shape, job)
     if shape.activations_from == "llama":
         return Margin(of_rest=UNCERTAINTY_UNKNOWN, reason="activations estimated as Llama's")
     if shape.scaled_from is not None:
         return Margin(of_rest=UNCERTAINTY_FAMILY, reason=f"activations scaled from {shape.scaled_from}'s")
-    full, offload = job.lora_r is None, engine.offload_optimizer is not None or engine.offload_param is not None
-    if job.numerics.fsdp1 and engine.traits.gathers_layers:
-        what = "offload" if offload else "full" if full else "adapters"
-        return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_FSDP1[what], reason=f"FSDP1, {what}")
-    if offload and job.numerics.program != TOOLKIT:
-        return Margin(of_rest=UNCERTAINTY, of_all=OF_ALL_OFFLOAD, reason="offload to the host")
-    if job.numerics.program != TOOLKIT:
-        reason = f"{job.numerics.program}, whose jobs were not measured here"
-        of_all = OF_ALL_OTHER_PROGRAM if engine.traits.gathers_layers else OF_ALL_UNSHARDED
-        of_all = OF_ALL_OTHER_DEEPSPEED if engine.traits.has_flat_states else of_all
-        return Margin(of_rest=UNCERTAINTY, of_all=of_all, reason=reason)
-    if engine.traits.has_flat_states and full:
+    if engine.traits.has_flat_states and job.lora_r is None:
         reason = "a full fine-tune under DeepSpeed"
         return Margin(of_rest=UNCERTAINTY_DEEPSPEED, of_all=OF_ALL_DEEPSPEED_FULL, reason=reason)
     return Margin(of_rest=UNCERTAINTY_DEEPSPEED) if engine.traits.has_flat_states else DEFAULT_MARGIN
+
+
+def _margin_of_another_program(engine: EngineSettings, shape: ModelShape, job: PlannedJob) -> Margin:
+    group = "under FSDP1" if job.numerics.fsdp1 else "under FSDP2"
+    group = group if engine.traits.gathers_layers else "without sharding"
+    group = "under DeepSpeed" if engine.traits.has_flat_states else group
+    if job.method.method != SFT:
+        group = f"with {job.method.method}"
+    if job.image_tokens or shape.num_tower_params:
+        group = "of models with images"
+    if engine.offload_optimizer is not None or engine.offload_param is not None:
+        group = "with offload"
+    who = "another program" if job.numerics.program == TOOLKIT else job.numerics.program
+    of_rest, share = UNCERTAINTY_UNKNOWN if shape.activations_from == "llama" else 0, OF_GPU.get(group)
+    if share is None:
+        return Margin(of_rest=of_rest, of_all=None, reason=f"not known for jobs of {who} {group}: rehearse it")
+    reason = f"a job of {who} {group} fits up to {share:.0%} of a GPU"
+    return Margin(of_rest=of_rest, of_all=1 / share - 1, reason=reason)
 
 
 def fit_verdict(
@@ -227,11 +253,15 @@ def fit_verdict(
     """
     if (planned_peak_bytes if least_peak_bytes is None else least_peak_bytes) > memory_bytes:
         return DOES_NOT_FIT
-    return FITS if planned_peak_bytes + margin.of(planned_peak_bytes, exact_bytes) <= memory_bytes else TOO_CLOSE
+    more = margin.of(planned_peak_bytes, exact_bytes)
+    return FITS if more is not None and planned_peak_bytes + more <= memory_bytes else TOO_CLOSE
 
 
 def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | None = None) -> str:
-    """Return the verdict for a GPU of `memory_bytes`, and for a node of `host_bytes` if given."""
+    """Return the verdict for a GPU of `memory_bytes`, and for a node of `host_bytes` if given.
+
+    It fits in the reading of the job with most memory, and does not in the one with least; else it is too close.
+    """
     if host_bytes is not None and plan.host.peak_bytes > host_bytes:
         return DOES_NOT_FIT
     verdict = fit_verdict(
@@ -241,7 +271,9 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
         margin=plan.margin,
         least_peak_bytes=plan.least_peak_bytes,
     )
-    if verdict == FITS and plan.other is not None and plan.other.possible_peak_bytes > memory_bytes:
+    if verdict == DOES_NOT_FIT and plan.lowest_peak_bytes <= memory_bytes:
+        return TOO_CLOSE
+    if verdict == FITS and plan.other is not None and plan.other.planned_peak_bytes > memory_bytes:
         return TOO_CLOSE
     return verdict
 

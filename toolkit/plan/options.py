@@ -219,7 +219,7 @@ class PlanOptions(JobAndGpuOptions):
             show_default=False,
         ),
     ] = None
-    fsdp1: Annotated[bool | None, Option("--fsdp1", help="FSDP1: planned as FSDP2, with a wider margin")] = None
+    fsdp1: Annotated[bool | None, Option("--fsdp1", help="FSDP1: planned as FSDP2")] = None
     save_on_gpu: Annotated[
         bool | None,
         Option(

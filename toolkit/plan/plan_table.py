@@ -216,6 +216,7 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
     }
     rows = []
     for plan in answer.ordered:
+        possible = plan.memory.possible_peak_bytes if plan.verdict != DOES_NOT_FIT else None
         price, speed, ckpt = cost.per_million_tokens(plan), plan.speed, plan.job.activation_checkpointing
         cells = {
             "GPU": plan.request.gpu.name,
@@ -224,7 +225,7 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
             "verdict": plan.verdict.replace("_", " "),
             "batch": f"{plan.job.per_device_train_batch_size}{' + ckpt' if ckpt else ''}",
             "GiB": tenths_of_gib(plan.memory.planned_peak_bytes),
-            "up to": "" if plan.verdict == DOES_NOT_FIT else tenths_of_gib(plan.memory.possible_peak_bytes),
+            "up to": "" if possible is None else tenths_of_gib(possible),
             "of": tenths_of_gib(plan.request.gpu.memory_bytes),
             "tokens/s per GPU": ends_text(_short, speed.tokens_per_second_per_gpu) if speed else NOT_AVAILABLE,
             "$ per M": NOT_AVAILABLE if price is None else dollars(price),

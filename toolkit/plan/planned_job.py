@@ -12,7 +12,7 @@ from toolkit.engines.engine import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.gpus import count_gpus
-from toolkit.job.accumulation import ACCUMULATE, WHOLE
+from toolkit.job.accumulation import ACCUMULATE, SHARDED, WHOLE
 from toolkit.job.argument_fields import ARGUMENTS
 from toolkit.job.argument_values import Range, check_range, check_word
 from toolkit.job.job import BATCH_ARGUMENTS, Job
@@ -51,7 +51,7 @@ LARGEST_WORLD_SIZE = 2**20
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 # Options whose default other programs' versions decide.
-OPEN_OPTIONS = ("attn_implementation", "optim", "save_on_gpu")
+OPEN_OPTIONS = ("attn_implementation", "save_on_gpu", "zero3_init")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -143,14 +143,31 @@ class PlannedJob(Job):
         numerics, decided = self.numerics, replace(self, not_given=())
         if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
             yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
-        if (
-            "optim" in self.not_given
-            and self.lora_r is None
-            and (PROGRAMS[numerics.program].any_optimizer or self.loss == "upcast")
-        ):
-            yield "--optim adamw_torch_fused", replace(decided, optim="adamw_torch")
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
+        if "zero3_init" in self.not_given and self.is_of_another_program:
+            yield "--zero3-init", replace(decided, numerics=replace(numerics, zero3_init=False))
+
+    def least_reading(self) -> PlannedJob:
+        """Return the job with the least memory that another program's may be.
+
+        Rows that are cut may all be shorter, here half as long; Unsloth moves checkpoints to the host; and gradients
+        can wait sharded between accumulation steps, which nothing says.
+        """
+        least = self
+        if not self.packing and self.lengths_differ is not False:
+            length = max(self.max_seq_length // 2, 1)
+            least = replace(least, max_seq_length=length, image_tokens=min(self.image_tokens, length))
+        if self.numerics.program == "unsloth" and self.activation_checkpointing:
+            least = replace(least, activation_checkpointing_offload=True)
+        return replace(least, accumulate=self.accumulate or SHARDED)
+
+    @property
+    def is_of_another_program(self) -> bool:
+        """True if `toolkit train` does not train this: another program is named, or numerics that it has not."""
+        numerics = self.numerics
+        others = numerics.fsdp1 or numerics.pure_bf16 or numerics.kbit_training or numerics.fp32_base
+        return numerics.program != TOOLKIT or others or self.loss in ("upcast", "bf16", "cut", "chunked_output")
 
     @property
     def evaluation(self) -> PlannedJob | None:

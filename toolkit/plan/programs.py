@@ -93,8 +93,6 @@ class Program:
     """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""
     any_attention: bool = False
     """Where nothing names an attention function, some versions and models have the eager one."""
-    any_optimizer: bool = False
-    """transformers' default, which is `adamw_torch_fused` since version 5, or with torch 2.8."""
     notes: tuple[str, ...] = ()
 
 
@@ -132,7 +130,6 @@ PROGRAMS: Mapping[str, Program] = {
             "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
         ),
         any_attention=True,
-        any_optimizer=True,
     ),
     "ms-swift": Program(
         source="ms-swift 4.5.2: arguments/base_args/quant_args.py:42, model_args.py:135 (the checkpoint's dtype), "
@@ -143,7 +140,6 @@ PROGRAMS: Mapping[str, Program] = {
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
         method_loss=dict.fromkeys(("dpo", "kto"), "simpo") | dict.fromkeys(("grpo", "rloo"), "completions"),
         any_attention=True,
-        any_optimizer=True,
     ),
     "unsloth": Program(
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
