@@ -18,7 +18,7 @@ TOOLKIT = "toolkit"
 FSDP1 = (
     "FSDP1 is planned as FSDP2: with adapters it held 14 to 37 % more (26 published jobs), with offload 34 to 59 % (3)"
 )
-COMPILED = "torch.compile is not planned: plans of compiled jobs were 19 to 33 % too high (five of torchtune, one GPU)"
+COMPILED = "torch.compile: plans of compiled jobs were 19 to 33 % too high (five of torchtune, one GPU)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +126,8 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
         notes=(
-            "`use_badam`, and layerwise GaLore and APOLLO, are not planned: their states are less than AdamW's 8 bytes",
-            "its reward models make the logits too, which is not planned: 8 bytes per token and vocabulary entry",
+            "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
+            "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
         ),
         any_attention=True,
     ),
@@ -145,13 +145,13 @@ PROGRAMS: Mapping[str, Program] = {
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
         numerics=_NONE,
         loss="cut",
-        notes=("its checkpoints in host memory are not planned: 2 bytes per token, hidden size and layer less",),
+        notes=("its checkpoints in host memory: 2 bytes per token, hidden size and layer less",),
     ),
     "torchtune": Program(
         source="torchtune 0.6.1: recipes/configs/*/*_single_device.yaml (`dtype: bf16`), modules/loss",
         numerics={"pure_bf16": True},
         loss="chunked_output",
-        notes=("8-bit optimizers of torchao and an optimizer step inside of the backward are not planned",),
+        notes=("8-bit optimizers of torchao, and an optimizer step inside of the backward",),
     ),
     "trainer": Program(
         source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype; '
