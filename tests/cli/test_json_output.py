@@ -233,3 +233,16 @@ def test_a_command_prints_one_document_in_each_of_its_modes(command: str, run: R
         except ValueError:
             found[words] = code, f"{out[:200]!r} is no document; {err[:300]!r}"
     assert found == MODES[command] | {"--no-such-option": REFUSED}
+
+
+@pytest.mark.parametrize("form", ["--format json", "--format=json"])
+@pytest.mark.parametrize("command", ["lint nowhere.json", "lint", "diff no-such-commit", "diff HEAD --level worst"])
+def test_a_refusal_is_a_document_with_the_format_json_too(command: str, form: str, run: Run) -> None:
+    code, out, _ = run(f"{command} {form}")
+    assert (code, one_document(out)["failure"]["exit_code"]) == (2, 2)
+
+
+def test_diff_refuses_a_gpu_that_it_does_not_know_where_nothing_was_changed(run: Run) -> None:
+    code, out, _ = run("diff HEAD changed.json --json --gpu h1000")
+    assert code == 2
+    assert "h1000" in one_document(out)["failure"]["message"]

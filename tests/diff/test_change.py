@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import run_command
+from launching import ROOT
 
 SFT = """# trl sft
 model_name_or_path: Qwen/Qwen3-8B
@@ -99,3 +102,23 @@ def test_a_finding_of_both_is_judged_by_the_same_requirements(diff: Diff, monkey
     Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "foo": 1}}')
     monkeypatch.chdir("configs")
     assert diff()[:2] == (0, "ds.json (changed)\n")
+
+
+@pytest.mark.parametrize("removed", [True, False])
+@pytest.mark.usefixtures("diff")
+def test_the_gate_writes_a_log_for_code_hosts_also_where_files_were_only_removed(
+    tmp_path_factory: pytest.TempPathFactory, removed: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("gate")
+    program = folder / "finetune-toolkit" / "bin" / "toolkit"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m toolkit "$@"\n')
+    program.chmod(0o755)
+    Path("configs/sft.yaml").unlink()
+    if not removed:
+        Path("configs/acc.yaml").write_text("distributed_type: MULTI_CPU\n")
+    environment = os.environ | {"BASE": "main", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([ROOT / ".ci" / "gate", folder], env=environment, capture_output=True, text=True)
+    assert done.returncode == (0 if removed else 1), done.stderr
+    (run,) = json.loads((folder / "findings.sarif").read_text())["runs"]
+    assert [each["ruleId"] for each in run["results"]] == ([] if removed else ["starts-one-process"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -110,7 +111,8 @@ def program() -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit; errors are printed in two lines, without a traceback."""
     words = sys.argv[1:] if argv is None else argv
-    as_json = "--json" in words[: words.index("--") if "--" in words else None]
+    ours = words[: words.index("--") if "--" in words else None]
+    as_json = "--json" in ours or "--format=json" in ours or ("--format", "json") in itertools.pairwise(ours)
     sys.exit(exit_code_of(lambda: _run_command(words), as_json=as_json))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.hardware.gpu_table import find_gpu
 from toolkit.lint.check import LintResult, lint_paths
 from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, load_document
 from toolkit.lint.findings import Finding
@@ -78,8 +79,10 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
     """Return every changed configuration below the working directory, against the common ancestor with `base`.
 
     Files are planned where `--config` can read them. Raises ToolkitError outside of a repository, and for a base that
-    git does not know.
+    git does not know, or a GPU that nobody knows.
     """
+    if options.gpu is not None:
+        find_gpu(options.gpu)  # an unknown one is refused where nothing is planned too
     ancestor = _git("merge-base", base, "HEAD").strip()
     limits = [str(path) for path in paths] or ["."]
     listed = _git("diff", "--name-status", "--no-renames", "-z", "--relative", ancestor, "--", *limits).split("\0")
