@@ -123,6 +123,42 @@ def test_a_job_of_which_nothing_can_be_changed_is_refused(tmp_path: Path, tiny_m
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "job"),
+    [
+        (["MODEL", "--dataset", "rows"], ["--model_name_or_path", "MODEL", "--dataset", "rows"]),
+        (["--model_name_or_path", "MODEL"], ["--model_name_or_path", "MODEL"]),
+        (["job.yaml", "--seed", "1"], ["job.yaml", "--seed", "1"]),
+        (["--config=job.yaml", "MODEL", "--seed", "1"], ["job.yaml", "--model_name_or_path", "MODEL", "--seed", "1"]),
+        (["--config=job.yaml"], ["job.yaml"]),
+        (["--script=mine.py", "MODEL"], ["MODEL"]),
+    ],
+)
+def test_a_job_is_a_model_a_file_or_arguments(words: list[str], job: list[str]) -> None:
+    given = dict(word[2:].split("=") for word in words if "=" in word)
+    left = tuple(word for word in words if "=" not in word)
+    assert TuneOptions(output_dir=Path("out"), training_arguments=left, **given).job_words == tuple(job)  # type: ignore[arg-type]
+
+
+def test_a_model_and_a_file_are_tuned_as_the_same_words_after_the_dashes(
+    tmp_path: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(f"model_name_or_path: Qwen/Qwen3-8B\ndataset: {faq_alpaca}\n")
+    options = f"tune --dry-run --json --gpu h100 --num-processes 8 --keep preset --keep batch --output-dir {tmp_path}/o"
+    found = []
+    for job in (
+        f"Qwen/Qwen3-8B -- --dataset {faq_alpaca}",
+        f"-- --model_name_or_path Qwen/Qwen3-8B --dataset {faq_alpaca}",
+        f"--config {tmp_path}/job.yaml",
+    ):
+        code, out, err = run_command(f"{options} {job}".split(), capsys)
+        assert code == 0, err
+        found.append(json.loads(out)["settings"])
+    assert found[0] == found[1] == found[2]
+    code, _, err = run_command(f"{options} --config {tmp_path}/job.yaml --script mine.py".split(), capsys)
+    assert (code, "--config is for the toolkit's own script" in err) == (2, True)
+
+
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B-Instruct"])
 @pytest.mark.parametrize("command", ["tune --keep preset --keep batch", "compare --preset zero3 --preset fsdp2"])
 def test_a_dry_run_plans_a_model_that_plan_knows_without_network_and_torch(

@@ -159,15 +159,15 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
     The problem stays: sequences per step, length, optimizer, dtypes. Plans rule out what does not fit; trials of the
     rest run in rounds, and after each round what is slower than the fastest is eliminated.
 
-    After `--`: the job, as for `toolkit train`.
+    The job: a model, a YAML file (--config), or arguments as for `toolkit train`, after `--`.
     """
     from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
     from toolkit.tune.commands import run_tune
 
-    with recognising(*options.preset, *options.training_arguments[:1]):
-        words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
-        options = replace(options, training_arguments=words)
+    with recognising(*options.preset, *options.job_words[:1]):
+        words = with_demo_inputs(options.job_words, runs_script=options.runs_script)
+        options = replace(options, training_arguments=words, config=None)
         preset = options.baseline or next(iter(options.preset), None)
         if preset is None:
             same = ("num_processes", "cpu", "gpu", "dry_run", "script", "module", "training_arguments")

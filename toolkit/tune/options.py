@@ -15,9 +15,10 @@ import typer
 
 from toolkit.compare.options import MAX_TRIALS, check_timed_steps
 from toolkit.errors import ToolkitError, did_you_mean, shown
-from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, PresetNames, TrainingArguments
+from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, PresetNames
 from toolkit.hardware.gpu_table import Gpu, common_gpu, find_gpu
 from toolkit.hardware.gpus import default_num_processes, gpu_names, trains_on_cpu
+from toolkit.job.argument_reading import has_config_file
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
@@ -37,7 +38,11 @@ class TuneOptions(ScriptOptions):
         typer.Option(help=f"preset of your own setting: {PRESET_HELP}; default: the first --preset, or as in train"),
     ] = None
     num_processes: NumProcesses = None
-    training_arguments: TrainingArguments = ()
+    training_arguments: Annotated[
+        tuple[str, ...],
+        typer.Argument(metavar="MODEL -- JOB", help="a model, and after `--` the rest of the job, as for train"),
+    ] = ()
+    config: Annotated[str | None, typer.Option(help="YAML file of the job, as it may go first after `--`")] = None
     variant: Annotated[
         tuple[str, ...], typer.Option(help='one more setting to try, repeatable: "NAME=PRESET --argument value"')
     ] = ()
@@ -86,9 +91,21 @@ class TuneOptions(ScriptOptions):
                 raise ToolkitError(f"--keep is {shown(part)}, {expected}", hint=did_you_mean(part, PARTS))
         if self.runs_script:
             self.check_script()
+            if self.config is not None:
+                raise ToolkitError("--config is for the toolkit's own script", hint="leave it or the script out")
         if self.gpu is not None and (not self.dry_run or self.runs_script):
             why = "a script cannot be planned" if self.runs_script else "trials run on the GPUs of this node"
             raise ToolkitError(f"--gpu needs --dry-run and the toolkit's own script: {why}", hint="leave `--gpu` out")
+
+    @property
+    def job_words(self) -> tuple[str, ...]:
+        """The training arguments, with --config and a model that stands alone as words of them."""
+        words = self.training_arguments
+        if self.runs_script:
+            return words
+        if words and not words[0].startswith("--") and not has_config_file(words):
+            words = ("--model_name_or_path", *words)
+        return words if self.config is None else (self.config, *words)
 
     @property
     def on_cpu(self) -> bool:
