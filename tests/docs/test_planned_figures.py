@@ -98,7 +98,7 @@ def steps_table(steps: Steps) -> str:
 
 def out_of_memory() -> str:
     command = f"toolkit plan {MODEL} {list(CHEAPEST_FIRST.values())[3]} --gpu h100"
-    return f"{steps_table(CHEAPEST_FIRST)}\n\nPlanned, not measured; the row of step 3 with `{command}`."
+    return f"{steps_table(CHEAPEST_FIRST)}\n\nPlanned, not measured. The row of step 3 is of `{command}`."
 
 
 # -- docs/concepts/ddp-zero-fsdp2.md

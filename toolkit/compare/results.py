@@ -120,7 +120,7 @@ class ComparisonMethod(Model):
     ranks_per_gpu: PositiveCount = 1
     """Ranks that shared each GPU."""
     scaling: Scaling | None = None
-    """`strong`: the same global batch for each number of processes; `weak`: the same batch per process."""
+    """`strong`: the same global batch for each number of processes. `weak`: the same batch per process."""
 
 
 class Results(Model):

@@ -200,7 +200,7 @@ class _Outcome(Model):
     failure: Annotated[Failure | None, Column(in_csv=False)] = None
     """Why it did not complete, as facts."""
     parity: Parity | None = None
-    """`reference` (the baseline), `agrees` or `parity failed`; null if unchecked, or different by design."""
+    """`reference` (the baseline), `agrees` or `parity failed`. Null if unchecked, or different by design."""
     parity_message: str | None = None
     """Both values and the tolerance, or what differs by design."""
     tokens_per_second_per_gpu: Annotated[
@@ -325,7 +325,7 @@ class Run(Measurements, _Outcome):
     position: Count
     """Place in the running order, from 0."""
     problem: TrainedProblem | None = None
-    """What was trained, as the ranks read it; parity compares these values."""
+    """What was trained, as the ranks read it. Parity compares these values."""
 
     @property
     def label(self) -> str:
@@ -381,13 +381,13 @@ class Row(SideRunFigures, Figures, _Outcome):
     ] = None
     """Confidence interval of `ratio_to_reference` at `method.ratio_confidence`."""
     difference: Annotated[Difference | None, Column(is_speed=True)] = None
-    """`faster` or `slower` where `ratio_interval` excludes 1, else `no difference seen`; `reference`."""
+    """`faster` or `slower` where `ratio_interval` excludes 1, else `no difference seen`, or `reference`."""
     rank: Annotated[PositiveCount | None, Column("place\nby speed", fixed(0), is_speed=True)] = None
     """Place by speed within `world_size` and `group`; null unless intervals separate it from every other row."""
     speed_up: Annotated[Measured, Column("speed-up", fixed(2), is_speed=True)] = None
     """`tokens_per_second` over the same preset's with the fewest processes."""
     scaling_efficiency: Annotated[Measured, Column("of ideal", percent, is_speed=True)] = None
-    """`speed_up` over the ratio of the numbers of processes; 1 is ideal."""
+    """`speed_up` over the ratio of the numbers of processes. 1 is ideal."""
     planned_peak_bytes: Annotated[Bytes, Column("peak\nplanned\n{unit}", unit="bytes")] = None
     """Planned peak as the GPU reports it, with CUDA context and fragmentation."""
     planned_allocated_bytes: Annotated[Bytes, Column(unit="bytes")] = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.job_weights import FP32_BYTES, job_weights
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.read_model import is_checked
 from toolkit.plan.candidates import candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
@@ -25,7 +26,7 @@ from toolkit.plan.planner import (
 from toolkit.plan.programs import TOOLKIT, numerics_notes, numerics_text
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
-from toolkit.units import GIB, NOT_AVAILABLE, dollars, gib, number, percent, seconds, tenths_of_gib
+from toolkit.units import GIB, NOT_AVAILABLE, counted, dollars, gib, number, percent, seconds, tenths_of_gib
 
 MAX_GPUS_SHOWN = 12
 VERDICTS = (FITS, TOO_CLOSE, DOES_NOT_FIT)
@@ -143,7 +144,7 @@ def summary(answer: PlanAnswer) -> str:
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
     if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
-    return text if more is None else f"{text}; `{more.preset.name}` fits on {more.smallest_world_size} GPUs"
+    return text if more is None else f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
 
 
 def settings_that_fit(plan: Plan) -> list[str]:
@@ -175,6 +176,7 @@ def _heading(answer: PlanAnswer) -> str:
     parts = [
         f"{shape.model_type}, {number(shape.num_params, 0)} parameters",
         job.method_text,
+        "" if job.optim == DEFAULT_OPTIMIZER else f"optimizer {job.optim}",
         numerics_text(job.numerics),
         f"{job.tokens_per_row:,} tokens per sequence",
         _images(request),

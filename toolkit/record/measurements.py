@@ -74,7 +74,7 @@ class Figures(Model):
     """What is measured in one run, and of a row over its repeats. What was not measured is None."""
 
     tokens_per_second: Annotated[Measured, _tokens_per("tokens/s", Repeats.COMMON_STEPS)] = None
-    """Tokens of the timed steps, padding included, over their wall time; all ranks together. Null where parity
+    """Tokens of the timed steps, padding included, over their wall time, all ranks together. Null where parity
     failed."""
     non_padding_tokens_per_second: Annotated[Measured, _tokens_per("non-padding\ntokens/s")] = None
     """The same without padding."""
@@ -83,11 +83,11 @@ class Figures(Model):
     )
     """The same of tokens that the loss counts."""
     tokens_per_cpu_second: Annotated[Measured, _tokens_per("tokens per\nCPU-second", Repeats.GEOMETRIC_MEAN)] = None
-    """Tokens over all ranks' CPU time; steadier than wall time on a shared node."""
+    """Tokens over all ranks' CPU time. Steadier than wall time on a shared node."""
     padding_fraction: Annotated[Fraction, Column("padding", percent, repeats=Repeats.MIDDLE)] = None
     """Padding tokens over all tokens (0 to 1)."""
     timed_steps: Annotated[Count, Column("timed\nsteps", fixed(0))] = 0
-    """Optimizer steps that the speeds count; of a row, in each repeat."""
+    """Optimizer steps that the speeds count. Of a row, in each repeat."""
     timed_seconds: Annotated[Measured, Column("timed\ns", fixed(1), unit="s", repeats=Repeats.MEDIAN)] = None
     """Their wall time, with data loading, without evaluation, saving and logging."""
     step_seconds_median: Annotated[Measured, _step("step\nmedian s")] = None
@@ -95,7 +95,7 @@ class Figures(Model):
     step_seconds_p90: Annotated[Measured, _step("step\np90 s")] = None
     """Their 90th percentile."""
     rank_skew: Annotated[Measured, Column("rank\nskew", fixed(2), repeats=Repeats.GEOMETRIC_MEAN)] = None
-    """Own work (data loading, first forward, optimizer) of the slowest rank over the median rank's; 1 where none delays
+    """Own work (data loading, first forward, optimizer) of the slowest rank over the median rank's. 1 where none delays
     the others."""
     ranks_per_gpu: Annotated[Count | None, Column(repeats=Repeats.MIDDLE)] = None
     """Ranks that shared each GPU, which leaves the run without speeds."""

@@ -62,7 +62,7 @@ class RankReading(BaseModel):
     """FSDP2: ranks that share one copy of the model."""
     optimizer_class: str | None = None
     optimizer_paged: bool | None = None
-    """Class of the inner optimizer, `torch.AdamW`; true if bitsandbytes may page its states."""
+    """Class of the inner optimizer, `torch.AdamW`. True if bitsandbytes may page its states."""
     frozen_dtype: Dtype = None
     """Dtype of frozen weights, 4-bit ones apart."""
     gradient_bytes: Bytes = None
@@ -73,13 +73,13 @@ class RankReading(BaseModel):
     quantization_constant_bytes: Bytes = None
     quantized_storage_dtype: Dtype = None
     load_in_4bit: bool | None = None
-    """Packed 4-bit weights and their constants in `parameter_bytes`; their stored dtype; true for a 4-bit base."""
+    """Packed 4-bit weights and their constants in `parameter_bytes`. Their stored dtype. True for a 4-bit base."""
     num_params: Count | None = None
     num_trainable_params: Count | None = None
     """Parameters of the complete model, adapters included."""
     activation_checkpointing: bool | None = None
     activation_checkpointing_offload: bool | None = None
-    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured); if its inputs
+    """True if a module's forward ran again in the first backward (with `torch_compile`: if configured). If its inputs
     are in host memory."""
     seed: int | None = None
     """Seed of the process's random state."""
@@ -88,13 +88,13 @@ class RankReading(BaseModel):
     graph_breaks: Count | None = None
     """True if a graph was compiled; compiled modules; places where a graph ended within a layer."""
     float8_modules: Count | None = None
-    """Linear layers that torchao computes in FP8; null without one."""
+    """Linear layers that torchao computes in FP8. Null without one."""
     neftune_noise_alpha: Setting = None
     attn_implementation: str | dict[str, Any] | None = None
     """The noise on the embedding; the attention in use."""
     layout: dict[str, Count] | None = None
     batch_group: list[int] | None = None
-    """Degrees of parallelism (`dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`); ranks with the same rows."""
+    """Degrees of parallelism (`dp_replicate`, `dp_shard`, `pp`, `cp`, `sp`, `tp`, `ep`). Ranks with the same rows."""
     other_models: dict[str, dict[str, Any]] | None = None
     """Models beside the trained one (`ref_model`): `sharding`, `dtype`, `bytes` on this rank, `whole_bytes`,
     `fsdp2_groups`."""
@@ -126,12 +126,12 @@ class RankReading(BaseModel):
     """What ran, from its row in `kernels`."""
     byte_limits: dict[str, tuple[int, int]] = Field(default_factory=dict)
     whole_bytes: dict[str, int] = Field(default_factory=dict)
-    """Lowest and highest bytes that the sharding allows for each part; the part without sharding."""
+    """Lowest and highest bytes that the sharding allows for each part. The part without sharding."""
     expected_optimizer_dtype: Dtype = None
     """Expected dtypes of the states, if not fp32 AdamW's."""
     accumulate: str | None = None
     accumulated_gradient_bytes: Bytes = None
-    """Gradients after the first of several accumulation steps: `sharded` or `whole`; their bytes."""
+    """Gradients after the first of several accumulation steps: `sharded` or `whole`, and their bytes."""
     initial_weights_sha256: str | None = None
     """Digest of all weights before the first step, rounded to the compute dtype: equal on all ranks and presets of a
     comparison."""
@@ -139,7 +139,7 @@ class RankReading(BaseModel):
     """`isolated`: documents of a pack do not attend to each other."""
     packing_loss_difference: float | None = None
     packing_neighbour_difference: float | None = None
-    """Mean difference of a token's loss between packed and alone; when only the neighbouring document changes."""
+    """Mean difference of a token's loss between packed and alone, and when only the neighbouring document changes."""
     packing_mask_bytes: Bytes = None
     """Attention masks of the test documents; 0 without a mask."""
     replicas: str | None = None

@@ -110,7 +110,7 @@ class Goodput(BaseModel):
     wall_seconds: float
     """While processes of the run existed."""
     idle_seconds: float
-    """Between attempts; not part of `wall_seconds`."""
+    """Between attempts, not part of `wall_seconds`."""
     lost_steps: int
     """Steps that were trained again."""
     starts: int
