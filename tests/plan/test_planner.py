@@ -204,6 +204,16 @@ def test_the_verdict_is_one_line_with_the_fewest_gpus_and_the_next_larger_batch(
     assert re.match(said, verdict), verdict
 
 
+def test_an_optimizer_that_is_not_adamw_is_named_and_one_gpu_is_one(capsys: Capsys) -> None:
+    words = ["plan", "Qwen/Qwen3-8B", "--gpu", "b200", "--num-processes", "8", "--preset", "ddp"]
+    _, out, _ = run_command([*words, "--optim", "ademamix"], capsys)
+    verdict, job = out.splitlines()[:2]
+    assert verdict.startswith("does not fit")
+    assert verdict.endswith("`ddp` fits on 1 GPU")
+    assert "; optimizer ademamix; " in job
+    assert "optimizer" not in run_command(words, capsys)[1].splitlines()[1]
+
+
 def test_a_chosen_preset_that_is_not_the_fastest_has_the_rule_for_it(capsys: Capsys) -> None:
     words = ["plan", "Qwen/Qwen3-8B", "--num-processes", "8", "--gpu", "h100", "--max-seq-length", "2048"]
     answer, _, rest = run_command(words, capsys)[1].partition("\n")

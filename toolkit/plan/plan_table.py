@@ -144,7 +144,9 @@ def summary(answer: PlanAnswer) -> str:
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
     if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
-    return text if more is None else f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
+    if more is None or more.smallest_world_size is None:
+        return text
+    return f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
 
 
 def settings_that_fit(plan: Plan) -> list[str]:
