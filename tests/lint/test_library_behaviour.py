@@ -271,6 +271,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
         "elastic-without-restarts",
         "refused-by-trainer",
         "refused-alone",
+        "refused-by-trl",
     }
     own_tests |= {"refused-by-deepspeed", "refused-by-peft", "auto-is-kept", "no-batch-size"}
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
@@ -324,10 +325,10 @@ RAISES = {
     },
     ("trl", "trainer/grpo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "log_completions_hub_repo is set": "refused-alone",
-        "auto_find_batch_size is not supported": "refused-alone",
+        "log_completions_hub_repo is set": "refused-by-trl",
+        "auto_find_batch_size is not supported": "refused-by-trl",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-alone",
+        "can not be both configured": "refused-by-trl",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
@@ -336,9 +337,9 @@ RAISES = {
     },
     ("trl", "trainer/rloo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "auto_find_batch_size is not supported": "refused-alone",
+        "auto_find_batch_size is not supported": "refused-by-trl",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-alone",
+        "can not be both configured": "refused-by-trl",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",

@@ -12,6 +12,7 @@ from job_scripts import SCRIPT_CASES
 from program_files import PROGRAM_CASES
 from refused_arguments import (
     ALONE,
+    ALONE_BY_TRL,
     BF16_STATES,
     REFUSED,
     REFUSED_BY_DEEPSPEED,
@@ -86,7 +87,7 @@ CASES = [
          f"{TRL}packing: true\npacking_strategy: wrapped\npadding_free: false\n", 4, fixed=f"{TRL}packing: true\n"),
     Case("padding-free-refused", f"{TRL}padding_free: true\n", f"{TRL}padding_free: true\nmax_length: null\n", 3),
     Case("precompute-with-adapters", f"{TRL}use_peft: true\nprecompute_ref_log_probs: true\n",
-         f"{TRL}use_peft: false\nprecompute_ref_log_probs: true\n", 4, fixed=f"{TRL}use_peft: true\n"),
+         f"{TRL}use_peft: false\nprecompute_ref_log_probs: true\n", 4),
     Case("refused-nested-key", '{"zero_optimization": {"stage": 1,\n"reduce_bucket": 5}}',
          '{"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}', 2, "ds.json"),
     Case("refused-nested-key", '{"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}',
@@ -200,7 +201,7 @@ CASES = [
     Case("wrong-deepspeed-type", '{"zero_optimization": {"stage": "3"}}', zero(3), 1, "ds.json"),
     *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-trainer",
            f"output_dir: out\n{bad}", f"output_dir: out\n{good}", 2) for bad, good in REFUSED),
-    *(Case("refused-alone" if bad.startswith(ALONE) else "refused-by-grpo",
+    *(Case("refused-by-trl" if bad.startswith(ALONE_BY_TRL) else "refused-by-grpo",
            f"output_dir: out\n{bad}max_completion_length: 9\n",
            f"output_dir: out\n{good}max_completion_length: 9\n", 2) for bad, good in REFUSED_BY_GRPO),
     *(Case("refused-by-deepspeed", bad, good, 2, "ds.json") for bad, good in REFUSED_BY_DEEPSPEED),

@@ -136,8 +136,10 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
                 level = NOTE if case.get("with_trainer") and settings.trainer_of(doc) is None else level
                 level = NOTE if doc.kind == AXOLOTL and programs.is_read_by_project(doc, "axolotl") else level
+                level = level or case.get("level")
                 remove, value = case.get("remove", False), None if level else case.get("value")
-                yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
+                since = case.get("since")
+                yield Match(key, message, case["fix"], remove=remove, value=value, level=level, since=since)
 
     check.__doc__ = table["says"]
     return check

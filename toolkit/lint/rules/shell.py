@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
-from toolkit.lint.document import SCRIPTS, SUFFIXES, Document, accelerate_file
+from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, launcher_tables
+from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.lint.named_files import find_named, project_source, source_of
-from toolkit.lint.rules.settings import as_enum, shorten
+from toolkit.lint.rules.settings import as_enum, as_int, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
@@ -100,9 +100,14 @@ def not_exported(doc: Document) -> Iterator[Match]:
                 continue
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
+            if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
+                continue
             reported.add(name)
+            of_slurm = name == "CUDA_VISIBLE_DEVICES" and doc.kind == SBATCH  # which exports it
+            level = NOTE if of_slurm else None
             fix, at = f"`export {name}=...`, or in front of the launcher on its line", found.start(1) + place.start()
-            yield Match(name, f"{name} is assigned, and not exported", fix, line=script.line_at(at))
+            message = f"{name} is assigned, and not exported: it has no effect unless the environment has it already"
+            yield Match(name, message, fix, line=script.line_at(at), level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
@@ -158,9 +163,9 @@ def variable_behind_command(doc: Document) -> Iterator[Match]:
         for word in (call.script or "", *call.words):
             name = word.split()[-1].partition("=")[0] if "=" in word else ""
             if name in known:
-                yield Match(
-                    name, f"{name} is an argument here", f"`{name}=...` in front of the command", line=call.line
-                )
+                takes_pairs = re.search("OmegaConf|hydra", "".join(source_of(call.script or "", doc.path)))
+                level, fix = NOTE if takes_pairs else None, f"`{name}=...` in front of the command"
+                yield Match(name, f"{name} is an argument here", fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="the launcher in front of the script")
@@ -224,8 +229,10 @@ def two_engines(doc: Document) -> Iterator[Match]:
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
     """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
-    found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?[0-9]+,[0-9]"), None)
-    for call in doc.script.launches if found and not doc.script.mentions("NPROC_PER_NODE|NNODES") else ():
+    is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
+    for call in doc.script.launches if not is_told else ():
+        if "," not in visible_devices(doc, call)[0]:
+            continue
         needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
         if call.tool == "swift" and str(needs[0]).lower() != "false":
             yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
@@ -253,19 +260,44 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
     """With `--num_gpus`, `--include` or `--exclude`, `deepspeed` drops `CUDA_VISIBLE_DEVICES` and takes the node's
     first GPUs.
     """
-    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
-    exported = next(((found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}")), None)
     for call in doc.script.launches:
-        in_front = re.search(assigned, call.before)  # and not in front of another command
-        gpus, line = (in_front[1], call.line) if in_front else exported or ("", 0)
-        if gpus.startswith("$"):
-            gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
+        gpus, line = visible_devices(doc, call)
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
         first, included = ",".join(map(str, range(gpus.count(",") + 1))), call.options.get("include")
         in_force = gpus in ("", first) or included == f"localhost:{gpus}"
         if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
             message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
-            yield Match("CUDA_VISIBLE_DEVICES", message, f"`--include localhost:{gpus}`, without --num_gpus", line=line)
+            fix, count = f"`--include localhost:{gpus}`, without --num_gpus", call.options.get("num-gpus")
+            fix = (
+                fix if count in (None, str(gpus.count(",") + 1)) else f"{fix}; or no CUDA_VISIBLE_DEVICES, for {count}"
+            )
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+
+
+@rule(WARNING, *SCRIPTS, library="torch", fix="as many processes as GPUs")
+def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
+    """A rank takes the GPU of its number: where CUDA_VISIBLE_DEVICES lists fewer, CUDA raises ("invalid device
+    ordinal"), unless the script shares GPUs.
+    """
+    for call in doc.script.launches:
+        gpus, line = visible_devices(doc, call)
+        is_one = call.options.get("num-machines") in (None, "1") and "cpu" not in call.options
+        option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
+        processes, count = as_int(call.options.get(option)), gpus.count(",") + 1
+        if gpus and processes and processes > count:
+            message = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs"
+            yield Match("CUDA_VISIBLE_DEVICES", message, "as many of both", line=line)
+
+
+def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists for a launch, and the line; empty where nothing says it."""
+    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
+    exported = [(found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}") if line <= call.line]
+    in_front = re.search(assigned, call.before)  # and not in front of another command
+    gpus, line = (in_front[1], call.line) if in_front else exported[-1] if exported else ("", 0)
+    if gpus.startswith("$"):
+        gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
+    return gpus.strip(","), line
 
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")

@@ -17,6 +17,7 @@ from toolkit.lint.rules.settings import (
     as_int,
     fsdp_key,
     fsdp_setting,
+    fsdp_version,
     is_grpo,
     is_template,
     is_trl,
@@ -27,6 +28,7 @@ from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+FSDP2_SINCE = "5.10.0"  # the Trainer's default version of FSDP
 FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -84,8 +86,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
         if name not in FSDP_WORDS and not is_template(word):
             yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
         elif name in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
-            fix = "no fsdp" if name == "no_shard" else "`full_shard`"
-            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since="5.0.0")
+            fix = "no fsdp" if name == "no_shard" else "`full_shard`, or `version: 1` in fsdp_config"
+            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since=FSDP2_SINCE)
 
 
 @rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
@@ -118,7 +120,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
         )
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
-        yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
+        message = f"{low:g} is not below clip_max {high:g}"
+        yield Match("vllm_importance_sampling_clip_min", message, "a smaller number", since="1.6.0")
 
 
 def processes_of(doc: Document) -> int | None:
@@ -187,7 +190,7 @@ def not_indented(doc: Document) -> Iterator[Match]:
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
 
 
-@rule(WARNING, TRAINER, library="transformers", removed_in="5.0.0", fix="nothing")
+@rule(WARNING, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="nothing")
 def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
     """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
     if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
@@ -213,11 +216,13 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     is_whole = doc.is_complete and "FLOAT" not in as_enum(doc.get("bnb_4bit_quant_storage"))
     for key, is_4bit in {"load_in_4bit": as_bool(doc.get("load_in_4bit")), "quant_bits": is_swifts}.items():
         if is_4bit and is_whole and (uses_fsdp(doc) or launched_with_fsdp(doc)):
-            message = "4-bit weights stored as uint8 are not sharded: every GPU holds all of them"
+            is_fsdp1 = doc.launch_config is not None and fsdp_version(doc.launch_config) == 1
+            what = "refused by FSDP1" if is_fsdp1 else "not sharded: every GPU holds all of them"
+            message = f"4-bit weights stored as uint8 are {what}"
             yield Match(key, message, "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation")
 
 
-@rule(NOTE, TRAINER, library="transformers", removed_in="5.0.0", fix="fsdp: true, and the rest in fsdp_config")
+@rule(NOTE, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
@@ -263,10 +268,10 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     forever. An incomplete checkpoint is resumed all the same.
     """
     key = "enable_jit_checkpoint"
-    if as_bool(doc.get(key)):
+    if as_bool(doc.get(key)) and processes_of(doc) != 1:
         yield Match(key, "each rank saves after the step in which its own signal came", f"remove {key}")
     for call in doc.script.launches if not doc.parts else ():
-        if key in call.arguments and as_bool(call.arguments[key][0]) is not False:
+        if key in call.arguments and as_bool(call.arguments[key][0]) is not False and processes_of_call(call) != 1:
             message = "each rank saves after the step in which its own signal came"
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
 
@@ -282,7 +287,8 @@ def padding_free_ignored(doc: Document) -> Iterator[Match]:
     chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
     strategy = doc.get("packing_strategy", "bfd")
     if chosen and any(doc.has(key) for key in DPO_KEYS) and not is_grpo(doc):
-        yield Match("padding_free", "DPOTrainer turns it off: rows are padded", "remove it", remove=True)
+        message = "DPOTrainer turns it off: rows are padded"
+        yield Match("padding_free", message, "remove it", remove=True, since="0.29.0")
     elif chosen is False and as_bool(doc.get("packing")) and strategy != "wrapped":
         message = f"packing with {shorten(strategy)} turns it on all the same"
         yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
@@ -295,4 +301,5 @@ def padding_free_refused(doc: Document) -> Iterator[Match]:
     length = doc.get("max_length", 1024)
     if chosen and not as_bool(doc.get("packing")) and length is not None:
         message = f"refused with max_length {shorten(length)} and without packing"
-        yield Match("padding_free", message, "`packing: true`, or `max_length: null` for rows that are short enough")
+        fix = "`packing: true`, or `max_length: null` for rows that are short enough"
+        yield Match("padding_free", message, fix, since="1.0.0")
