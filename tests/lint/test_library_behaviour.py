@@ -145,6 +145,8 @@ FOUND_IN_SOURCE = {
         "trainer/model_config.py",
         "You can't use 8 bit and 4 bit precision at the same time",
     ),
+    "byte-order-mark": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
+    "deepspeed-file-no-json": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
@@ -162,6 +164,7 @@ NOT_INSTALLED = {"axolotl", "llamafactory", "ms-swift", "verl", "openrlhf"}
 NOT_SHOWN = {
     *("remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
     "max-live-parameters-zero",
+    "more-processes-than-gpus",
     # of SLURM, and of two jobs at once
     *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell"),
     *("waits-for-lost-node", "elastic-shared-store"),

@@ -288,6 +288,8 @@ CASES = [
     Case("deepspeed-file-missing", f"{DEEPSPEED}  deepspeed_config_file: gone.json\n", f"{DEEPSPEED}  zero_stage: 2\n",
          3, deepspeed_json=zero(1)),
     Case("deepspeed-file-missing", PAIR, f"{DEEPSPEED}  zero_stage: 2\n", 3, deepspeed_json=zero(1)),
+    Case("deepspeed-file-no-json", "learning_rate: 1\ndeepspeed: a.yaml\n", "learning_rate: 1\ndeepspeed: a.json\n", 2),
+    Case("byte-order-mark", "\ufeff" + zero(2), zero(2), 1, "ds.json"),
     Case("key-owned-by-json", f"{PAIR}  zero_stage: 1\n  zero3_init_flag: true\n", f"{PAIR}  zero3_init_flag: true\n",
          4, deepspeed_json=zero(1)),
     Case("precision-owned-by-json", f"{PAIR}mixed_precision: bf16\n", PAIR, 4, deepspeed_json=zero(1)),

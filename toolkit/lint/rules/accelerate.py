@@ -39,7 +39,8 @@ KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "sa
 def starts_one_process(doc: Document) -> Iterator[Match]:
     """`NO`, and `MULTI_CPU` without `mpirun_config`, start a single process, whatever `num_processes` is."""
     kind, processes = engine_of(doc), as_int(doc.get("num_processes"))
-    if doc.start is not None and re.search(r"\b(?:mpirun|mpiexec)\b", doc.start.before):
+    start = doc.start or (doc.named_by.start if doc.named_by else None)
+    if start is not None and re.search(r"\b(?:mpirun|mpiexec)\b", start.before):
         return  # which starts the others
     not_distributed = kind == "NO" and (processes or 1) > 1
     if not_distributed or (kind == "MULTI_CPU" and processes != 1 and not doc.block("mpirun_config")):
@@ -73,17 +74,6 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
             message += ", unless the default file of `accelerate config` selects it" if may_say else ""
             level, line = NOTE if may_say else None, doc.call.line if doc.call else None
             yield Match(block, message, fix, line=line, level=level)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.10.0", fix="parallelism_config_dp_shard_size above 1")
-def dp_replicate_alone(doc: Document) -> Iterator[Match]:
-    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared."""
-    if not doc.has("num_processes") and not doc.has(parallel_size_key("dp_shard")):
-        return
-    replicas, shards, contexts = (parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "cp"))
-    if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
-        fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
-        yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.10.0", fix="degrees whose product is num_processes")

@@ -40,7 +40,6 @@ from toolkit.lint.rules.settings import (
     zero_stage,
 )
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
-from toolkit.presets.method_rules import survives_offload
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
 OWNED_BY_TRAINER = {
@@ -346,16 +345,3 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
-
-
-@rule(WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")
-def offload_replaces_optimizer(doc: Document) -> Iterator[Match]:
-    """An offloaded optimizer other than AdamW becomes DeepSpeed's CPU Adam, without decoupled weight decay."""
-    json, optim = doc.deepspeed_json, doc.get("optim")
-    if json is None or optim is None or survives_offload(str(optim)) or json.has("optimizer"):
-        return
-    forced = as_bool(json.get("zero_force_ds_cpu_optimizer", True))
-    if forced and offload_device(json, "optimizer") in ("cpu", "nvme"):
-        yield Match(
-            "optim", f"{shorten(optim)} becomes DeepSpeed's CPU Adam where it is offloaded", "`optim: adamw_torch`"
-        )

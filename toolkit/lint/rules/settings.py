@@ -165,7 +165,8 @@ def is_ranked(doc: Document) -> bool | None:
 def is_on_one_gpu(doc: Document) -> bool:
     """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
     before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
-    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and "FORCE_TORCHRUN" not in text
+    is_started = re.search("FORCE_TORCHRUN|USE_RAY", text)
+    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and not is_started
 
 
 def is_without_rank(doc: Document) -> bool:

@@ -121,7 +121,7 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
         used = used or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
-            fix = f"`{found[2]}_{close}`" if close else "remove it"
+            fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
 
 

@@ -20,7 +20,6 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_grpo,
     is_template,
-    is_trl,
     shorten,
     uses_fsdp,
 )
@@ -34,8 +33,6 @@ CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_chec
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
-# Keys of TRL's DPOConfig that its SFTConfig does not have.
-DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
 def launched_with_fsdp(doc: Document) -> bool:
@@ -60,7 +57,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             if count > 1 and count != int(count):
                 yield Match(f"{name}_steps", f"{count} is refused: above 1 it is a whole number", "a whole number")
             if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
-                yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
+                fix = f'a number above 0, or `{name}_strategy: "no"`'
+                yield Match(f"{name}_steps", "0 is refused where the strategy is steps", fix)
     is_known = doc.is_complete and not any(map(is_template, strategies.values()))
     is_known &= doc.program != "ms-swift" or doc.has("eval_strategy")  # it evaluates as often as it saves
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
@@ -74,8 +72,9 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
         elif evaluation == "steps" and every and saved and (every < 1) != (saved < 1):
             yield Match("save_steps", f"{saved:g} and eval_steps {every:g} mix a share with a number", "two numbers")
         elif evaluation == "steps" and every and saved and round(saved * 1e6) % max(1, round(every * 1e6)):
-            message = f"{saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
-            yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, f"a multiple of {every:g}")
+            message = f"save_steps {saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
+            fix = f"`save_steps`: a multiple of {every:g}"
+            yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, fix)
     schedule = str(doc.get("lr_scheduler_type"))
     if schedule in ("reduce_lr_on_plateau", "greedy") and evaluation == "no" and is_known:
         yield Match("lr_scheduler_type", f"{schedule} needs an evaluation", "`eval_strategy: epoch`")
@@ -239,24 +238,6 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
 
 
 @rule(
-    NOTE,
-    TRAINER,
-    library="transformers",
-    fix="sync_each_batch: true in accelerator_config's gradient_accumulation_kwargs",
-)
-def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
-    """With FSDP the Trainer reduces gradients in the last accumulation step only: until then each GPU holds them whole,
-    16 GB for 8 billion in bf16.
-    """
-    steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
-    chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
-    if uses_fsdp(doc) and steps > 1 and not chosen:
-        message = f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter"
-        fix = "`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them"
-        yield Match("gradient_accumulation_steps", message, fix)
-
-
-@rule(
     WARNING,
     TRAINER,
     *SCRIPTS,
@@ -274,32 +255,3 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
         if key in call.arguments and as_bool(call.arguments[key][0]) is not False and processes_of_call(call) != 1:
             message = "each rank saves after the step in which its own signal came"
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
-
-
-# -- TRL's trainers
-
-
-@rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
-def padding_free_ignored(doc: Document) -> Iterator[Match]:
-    """TRL's DPOTrainer warns, and turns `padding_free` off. Its SFTTrainer turns it on for packed rows, whatever the
-    file says.
-    """
-    chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
-    strategy = doc.get("packing_strategy", "bfd")
-    if chosen and any(doc.has(key) for key in DPO_KEYS) and not is_grpo(doc):
-        message = "DPOTrainer turns it off: rows are padded"
-        yield Match("padding_free", message, "remove it", remove=True, since="0.29.0")
-    elif chosen is False and as_bool(doc.get("packing")) and strategy != "wrapped":
-        message = f"packing with {shorten(strategy)} turns it on all the same"
-        yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
-
-
-@rule(ERROR, TRAINER, library="trl", fix="packing: true, or max_length: null")
-def padding_free_refused(doc: Document) -> Iterator[Match]:
-    """TRL's SFTTrainer refuses `padding_free` with a `max_length` (1,024 by default) unless rows are packed."""
-    chosen = is_trl(doc) and as_bool(doc.get("padding_free")) and not any(doc.has(key) for key in DPO_KEYS)
-    length = doc.get("max_length", 1024)
-    if chosen and not as_bool(doc.get("packing")) and length is not None:
-        message = f"refused with max_length {shorten(length)} and without packing"
-        fix = "`packing: true`, or `max_length: null` for rows that are short enough"
-        yield Match("padding_free", message, fix, since="1.0.0")
