@@ -78,7 +78,7 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.10.0", fix="degrees whose product is num_processes")
 def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
-    """accelerate raises in every rank where the product of the parallel degrees is not the number of processes."""
+    """accelerate raises where the product of the parallel degrees is not the number of processes."""
     processes = as_int(doc.get("num_processes"))
     degrees = {name: parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     product = math.prod(degrees.values())

@@ -243,7 +243,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
 def deepspeed_file_no_json(doc: Document) -> Iterator[Match]:
-    """`deepspeed` names a file that the Trainer reads as JSON. accelerate's own YAML is for `accelerate launch`."""
+    """The Trainer reads the file of `deepspeed` as JSON: YAML is for `accelerate launch`."""
     named = deepspeed_files(doc)[1]
     if named.endswith((".yaml", ".yml")) and not doc.is_read("deepspeed"):
         file = find_named(named, doc.path)
@@ -254,9 +254,7 @@ def deepspeed_file_no_json(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="accelerate", fix="UTF-8 without a byte order mark")
 def byte_order_mark(doc: Document) -> Iterator[Match]:
-    """Python's json refuses a text that begins with a byte order mark, and so accelerate and the Trainer refuse the
-    file; DeepSpeed alone takes it.
-    """
+    """accelerate and the Trainer refuse a JSON that begins with a byte order mark; DeepSpeed alone takes it."""
     file = Path(doc.path)
     if doc.is_json and is_file(file) and file.read_bytes()[:3] == b"\xef\xbb\xbf":
         message = "the file begins with a byte order mark: accelerate and the Trainer refuse it"

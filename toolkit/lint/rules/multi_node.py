@@ -76,7 +76,7 @@ def master(call: LauncherCall) -> str | None:
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
-    """Where the head's address is local (`localhost`, or 0) or unknown, every node takes itself for the head, and waits
+    """Where the head's address is local or unknown, every node takes itself for the head, and waits
     or trains alone.
     """
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
@@ -220,9 +220,7 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
 def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
-    """A launcher left from an earlier attempt, or of another job with the same head, joins the rendezvous of this id
-    (`none` by default).
-    """
+    """A launcher of an earlier attempt, or another job with the same head, joins the rendezvous of this id."""
     for call in several(doc, "torchrun"):
         named = call.options.get("rdzv-id")
         port = (call.options.get("rdzv-endpoint") or "").rpartition(":")[2]
@@ -347,11 +345,9 @@ def _requeues(script: JobScript) -> bool:
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
-    """Where a launcher fails on one node, the others wait for a collective until a timeout."""
+    """Where a launcher fails on one node, the others wait until a timeout."""
     if not spans_nodes(doc) or doc.script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
-    for call in [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)][
-        :1
-    ]:
-        message = "the other nodes wait after one has failed"
-        yield Match("srun", message, "`srun --kill-on-bad-exit=1`", line=call.line)
+    started = [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)]
+    for call in started[:1]:
+        yield Match("srun", "the other nodes wait after one has failed", "`srun --kill-on-bad-exit=1`", line=call.line)

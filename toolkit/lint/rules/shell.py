@@ -34,7 +34,7 @@ def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
 def lost_line(doc: Document) -> Iterator[Match]:
-    """bash takes a line that begins with an option for a command, and the launcher starts without it. The backslash
+    """bash takes a line that begins with an option for a command: the launcher starts without it. The backslash
     before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
     a space any line is lost, the script's name too.
     """
@@ -70,21 +70,20 @@ def lost_line(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
-    """Quotes and dashes of a word processor are letters to bash, a part of the value."""
+    """Quotes and dashes of a word processor are letters to bash."""
     script = doc.script
     for start, end in script.commands if script.calls else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
         command = script.text[start:end]
         is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
         if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
-            yield Match(
-                found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=script.line_at(found.start())
-            )
+            line = script.line_at(found.start())
+            yield Match(found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="bash", fix="export NAME=VALUE")
 def not_exported(doc: Document) -> Iterator[Match]:
-    """A variable on a line of its own that is not exported stays in this shell: launcher and ranks do not have it."""
+    """A variable on a line of its own, not exported, stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
     if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
@@ -181,15 +180,12 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
-    """A launcher refuses an option in front of the script's name that it does not have: it may be the script's."""
+    """A launcher refuses an option in front of the script's name that it lacks: it may be the script's."""
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known and call.script else ():
-            if (
-                len(name) > 2
-                and re.fullmatch("[a-z][a-z0-9-]+", name)
-                and not any(each.startswith(name) for each in known)
-            ):
+            is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
+            if is_name and not any(each.startswith(name) for each in known):
                 option = f"--{name.replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
@@ -198,7 +194,7 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="transformers", fix="--config in front of the file, where the parser has it")
 def file_not_read(doc: Document) -> Iterator[Match]:
-    """A parser refuses the path of a file behind the script's name unless the script reads it: TRL's `TrlParser` takes
+    """A parser refuses a file's path behind the script's name unless the script reads it: TRL's `TrlParser` takes
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
@@ -312,7 +308,7 @@ def include_with_count(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="what the message names")
 def refused_hostfile(doc: Document) -> Iterator[Match]:
-    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host or GPU that it does not list."""
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and hosts and GPUs that it lacks."""
     for call in doc.script.launches:
         file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
         try:
