@@ -23,8 +23,8 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.job_script import launcher_tables, read_script
 from toolkit.lint.rules import RULES
+from toolkit.lint.rules.conditions import DPO_KEYS
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
-from toolkit.lint.rules.trainer import DPO_KEYS
 from toolkit.presets import removed_keys as removed
 from toolkit.versions import installed_version, version_numbers
 

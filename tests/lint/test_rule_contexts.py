@@ -84,6 +84,8 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
         ("one-process-for-gpus", {"a.sh": "export CUDA_VISIBLE_DEVICES=0,1\n"
                                   "CUDA_VISIBLE_DEVICES=0 swift sft --model a --deepspeed zero2\n"}),
         ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node $N x.py\n"}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=7 vllm serve & \\\n"
+                                      "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 x.py\n"}),
         ("each-node-alone", {"a.sbatch": "#SBATCH --nodes=4\nsrun -w $NODE torchrun --nproc_per_node 8 x.py &\n"}),
         ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
