@@ -114,8 +114,7 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun hostname\ntorchrun --nproc_per_node 8 x.py\n"},
          "the first node alone"),
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
-        ("byte-order-mark", {"a.json": "\ufeff" + zero(gradient_clipping=1.0), "x.py": OWN_LOOP, "setup.py": ""},
-         "the Trainer"),
+        ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
         ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),
     ],
 )  # fmt: skip
@@ -123,6 +122,13 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
     rule: str, files: dict[str, str], part: str, tmp_path: Path
 ) -> None:
     assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
+
+
+def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:
+    findings = found(
+        tmp_path, "byte-order-mark", {"a.yaml": f"{TRAINER}deepspeed: a.json\n", "a.json": "\ufeff" + zero()}
+    )
+    assert [each.level for each in findings] == ["error"]
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,9 @@ def byte_order_mark(doc: Document) -> Iterator[Match]:
     """accelerate and the Trainer refuse a JSON that begins with a byte order mark; DeepSpeed alone takes it."""
     file = Path(doc.path)
     if doc.is_json and is_file(file) and file.read_bytes()[:3] == b"\xef\xbb\xbf":
+        level = NOTE if doc.named_by is None else level_for_trainer(doc)  # DeepSpeed alone may read it
         message = "the file begins with a byte order mark: accelerate and the Trainer refuse it"
-        yield Match("", message, "save it as UTF-8 without the mark", line=1, level=level_for_trainer(doc))
+        yield Match("", message, "save it as UTF-8 without the mark", line=1, level=level)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
