@@ -199,7 +199,7 @@ def lint_rules() -> str:
 
 
 def _lint_rule(rule: LintRule) -> str:
-    since = f"From {rule.checked_against.split()[0]} {rule.removed_in}. " if rule.removed_in else ""
+    since = f"`{rule.checked_against.split()[0]}>={rule.removed_in}`. " if rule.removed_in else ""
     return f"### {rule.name}\n\n{since}{_claim(rule.description)}."
 
 

@@ -23,8 +23,8 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.job_script import launcher_tables, read_script
 from toolkit.lint.rules import RULES
+from toolkit.lint.rules.conditions import DPO_KEYS
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
-from toolkit.lint.rules.trainer import DPO_KEYS
 from toolkit.presets import removed_keys as removed
 from toolkit.versions import installed_version, version_numbers
 
@@ -145,6 +145,8 @@ FOUND_IN_SOURCE = {
         "trainer/model_config.py",
         "You can't use 8 bit and 4 bit precision at the same time",
     ),
+    "byte-order-mark": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
+    "deepspeed-file-no-json": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
@@ -162,6 +164,7 @@ NOT_INSTALLED = {"axolotl", "llamafactory", "ms-swift", "verl", "openrlhf"}
 NOT_SHOWN = {
     *("remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
     "max-live-parameters-zero",
+    "more-processes-than-gpus",
     # of SLURM, and of two jobs at once
     *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell"),
     *("waits-for-lost-node", "elastic-shared-store"),
@@ -271,6 +274,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
         "elastic-without-restarts",
         "refused-by-trainer",
         "refused-alone",
+        "refused-by-trl",
     }
     own_tests |= {"refused-by-deepspeed", "refused-by-peft", "auto-is-kept", "no-batch-size"}
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
@@ -324,10 +328,10 @@ RAISES = {
     },
     ("trl", "trainer/grpo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "log_completions_hub_repo is set": "refused-alone",
-        "auto_find_batch_size is not supported": "refused-alone",
+        "log_completions_hub_repo is set": "refused-by-trl",
+        "auto_find_batch_size is not supported": "refused-by-trl",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-alone",
+        "can not be both configured": "refused-by-trl",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
@@ -336,9 +340,9 @@ RAISES = {
     },
     ("trl", "trainer/rloo_config.py"): {
         "does not support sequence-dim parallelism": CODE,
-        "auto_find_batch_size is not supported": "refused-alone",
+        "auto_find_batch_size is not supported": "refused-by-trl",
         "must be divisible by the global batch size": "refused-by-grpo",
-        "can not be both configured": "refused-alone",
+        "can not be both configured": "refused-by-trl",
         "The global eval batch size": "refused-by-grpo",
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",

@@ -156,6 +156,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "accelerate launch --num_processes 2 train.py --mixed_precision bf16\n", 1, "run.sh"),
     ("visible-devices-ignored", "CUDA_VISIBLE_DEVICES=2,3 deepspeed --num_gpus 2 train.py\n",
      "CUDA_VISIBLE_DEVICES=2,3 deepspeed train.py\n", 1, "run.sh"),
+    ("more-processes-than-gpus", "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 4 train.py\n",
+     "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py\n", 1, "run.sh"),
     ("include-with-count", "deepspeed --include localhost:0 --num_gpus 1 train.py\n",
      "deepspeed --include localhost:0 train.py --num_gpus 1\n", 1, "run.sh"),
     ("launcher-per-gpu", changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=16"),

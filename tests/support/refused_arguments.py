@@ -9,9 +9,7 @@ ALONE = (
         "warmup_steps",
         "dataloader_prefetch_factor",
         "torch_empty_cache_steps",
-        "steps_per_generation",
     ),
-    *("auto_find_batch_size", "log_completions_hub_repo"),
 )
 # Arguments that TrainingArguments refuses, and the same without the fault; the finding is on the second line.
 REFUSED = [
@@ -30,6 +28,7 @@ REFUSED = [
     ("fsdp: hybrid_shard\n", "fsdp: hybrid_shard\nfsdp_config: {version: 1}\n"),
     ("fsdp: full_shards\n", "fsdp: full_shard auto_wrap\n"),
 ]  # fmt: skip
+ALONE_BY_TRL = ("steps_per_generation", "auto_find_batch_size", "log_completions_hub_repo")
 REFUSED_BY_GRPO = [
     ("num_generations: 1\n", "num_generations: 2\n"),
     ("num_generations: 3\nper_device_train_batch_size: 4\n", "num_generations: 3\nper_device_train_batch_size: 6\n"),

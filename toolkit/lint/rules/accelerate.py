@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
@@ -20,6 +21,7 @@ from toolkit.lint.rules.settings import (
     is_preset,
     is_template,
     listed_dimensions,
+    names_json,
     parallel_degree,
     parallel_size_key,
     shorten,
@@ -37,18 +39,25 @@ KEYS_WITH_NO = {ACCELERATE: ("mixed_precision",), TRAINER: ("eval_strategy", "sa
 def starts_one_process(doc: Document) -> Iterator[Match]:
     """`NO`, and `MULTI_CPU` without `mpirun_config`, start a single process, whatever `num_processes` is."""
     kind, processes = engine_of(doc), as_int(doc.get("num_processes"))
+    start = doc.start or (doc.named_by.start if doc.named_by else None)
+    if start is not None and re.search(r"\b(?:mpirun|mpiexec)\b", start.before):
+        return  # which starts the others
     not_distributed = kind == "NO" and (processes or 1) > 1
     if not_distributed or (kind == "MULTI_CPU" and processes != 1 and not doc.block("mpirun_config")):
         count = f"num_processes is {processes}, but" if processes else "any --num_processes is ignored:"
-        fix = "`num_processes: 1`" if kind == "NO" else "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
-        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process", fix)
+        fix = "`distributed_type: MULTI_GPU`" + (
+            ", or `num_processes: 1`" if kind == "NO" else ", with `use_cpu: true`"
+        )
+        unless = "" if kind == "NO" else ", unless mpirun starts the launcher"
+        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process{unless}", fix)
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
 def unquoted_no(doc: Document) -> Iterator[Match]:
     """YAML reads an unquoted `no` as false, which this key does not accept: accelerate and transformers raise."""
     for key in KEYS_WITH_NO[doc.kind or ACCELERATE]:
-        if doc.get(key) is False:
+        is_refused = key == "mixed_precision" and is_deepspeed(doc) and names_json(doc)  # with quotes too
+        if doc.get(key) is False and not is_refused:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
 
@@ -61,23 +70,15 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
         if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
             fix = f"`--use_{kind.lower()}`" if doc.call else f"`distributed_type: {kind}`, or remove {block}"
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"
-            yield Match(block, message, fix, line=doc.call.line if doc.call else None)
+            may_say = doc.call is not None and "config-file" not in doc.call.options and not found
+            message += ", unless the default file of `accelerate config` selects it" if may_say else ""
+            level, line = NOTE if may_say else None, doc.call.line if doc.call else None
+            yield Match(block, message, fix, line=line, level=level)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="parallelism_config_dp_shard_size above 1")
-def dp_replicate_alone(doc: Document) -> Iterator[Match]:
-    """FSDP2 with nothing to shard across (`dp_shard` and `cp` both 1) is refused when training is prepared."""
-    if not doc.has("num_processes") and not doc.has(parallel_size_key("dp_shard")):
-        return
-    replicas, shards, contexts = (parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "cp"))
-    if fsdp_version(doc) and replicas > 1 and shards < 2 and contexts < 2:
-        fix = "`parallelism_config_dp_shard_size`: ranks per replica; or plain MULTI_GPU"
-        yield Match(parallel_size_key("dp_replicate"), "replicates without sharding anything: accelerate refuses", fix)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", fix="degrees whose product is num_processes")
+@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.10.0", fix="degrees whose product is num_processes")
 def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
-    """accelerate raises in every rank where the product of the parallel degrees is not the number of processes."""
+    """accelerate raises where the product of the parallel degrees is not the number of processes."""
     processes = as_int(doc.get("num_processes"))
     degrees = {name: parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     product = math.prod(degrees.values())
@@ -143,10 +144,11 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
         can_rename = strategy is None and isinstance(reshard, str)
         message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"
         fix = f"`fsdp_sharding_strategy: {shorten(intended)}`"
+        fix += "" if as_bool(reshard) is None else ", or `fsdp_version: 2`, which has the boolean"
         yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="true (full shard) or false (shard_grad_op)")
+@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="true (full shard) or false (shard_grad_op)")
 def fsdp2_reshard_word(doc: Document) -> Iterator[Match]:
     """FSDP2 accepts only true or false for `fsdp_reshard_after_forward`; a strategy of FSDP1 raises in every rank."""
     reshard = fsdp_setting(doc, "reshard_after_forward")
@@ -156,7 +158,7 @@ def fsdp2_reshard_word(doc: Document) -> Iterator[Match]:
         yield Match(key, f"{shorten(reshard)} is not a boolean: FSDP2 raises", fix, value=value)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_reshard_after_forward: false")
+@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="fsdp_reshard_after_forward: false")
 def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     """FSDP2 does not read `fsdp_sharding_strategy` from the launcher: `fsdp_reshard_after_forward` decides, by default
     full shard."""
@@ -170,7 +172,7 @@ def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     yield Match(fsdp_key(doc, "sharding_strategy"), message, fix)
 
 
-@rule(WARNING, ACCELERATE, library="accelerate", fix="nothing")
+@rule(WARNING, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="nothing")
 def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
     """The key belongs to FSDP1; FSDP2 has no such setting and ignores it."""
     if fsdp_version(doc) != 2:
@@ -178,7 +180,8 @@ def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
     strategy = RESHARD_AFTER_FORWARD.get(as_enum(fsdp_setting(doc, "sharding_strategy")))
     redundant = strategy is not None and strategy == as_bool(fsdp_setting(doc, "reshard_after_forward", True))
     for name in (*FSDP1_ONLY_KEYS, *(["sharding_strategy"] if redundant else [])):
-        if fsdp_setting(doc, name) is not None:
+        is_refused = name == "sync_module_states" and as_bool(fsdp_setting(doc, name)) is False  # loading-without-sync
+        if fsdp_setting(doc, name) is not None and not is_refused:
             key = fsdp_key(doc, name)
             yield Match(key, f"fsdp_{name} belongs to FSDP1 and has no effect", "remove it", remove=True)
 
@@ -189,8 +192,11 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     a node than `gpu_ids` has entries.
     """
     processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
-    if not processes or processes < 1 or machines < 1:
-        return
+    is_filtered = any(
+        doc.block("deepspeed_config").get(f"deepspeed_{each}_filter") for each in ("inclusion", "exclusion")
+    )
+    if not processes or processes < 1 or machines < 1 or is_filtered or engine_of(doc) == "NO":
+        return  # a filter of hosts decides, or one process is started
     ids = str(doc.get("gpu_ids") or "all")
     per_node = processes // machines
     if processes % machines:
@@ -199,11 +205,13 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
         yield Match("num_processes", f"{processes} starts {total}", fix)
     is_open = ids == "all" or is_template(ids) or as_bool(doc.get("use_cpu"))
     gpus = per_node if is_open else len(ids.strip(" ,").split(","))
+    fix = f"`num_processes: {gpus * machines}`"
     if per_node > gpus:
-        yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", "a GPU per process")
+        fix += ", or more `gpu_ids`"
+        yield Match("gpu_ids", f"{per_node} processes on a node share the GPUs {shorten(ids)}", fix)
     elif 0 < per_node < gpus:
         message = f"{per_node} of {gpus} GPUs of a node get a process: num_processes counts those of all nodes"
-        fix, level = f"`num_processes: {gpus * machines}`", WARNING if machines > 1 else NOTE  # or vLLM has them
+        level = WARNING if machines > 1 else NOTE  # or vLLM has them
         yield Match("num_processes", message, fix, level=level)
 
 
@@ -216,6 +224,7 @@ def never_taken(doc: Document) -> Iterator[Match]:
     differ += [name for name in ("enable_cpu_affinity",) if as_bool(doc.get(name))]
     if differ:
         settings = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
-        flags = " ".join(f"--{name}{'' if doc.get(name) is True else f' {shorten(doc.get(name))}'}" for name in differ)
+        values = {name: "" if name == "enable_cpu_affinity" else f" {shorten(doc.get(name))}" for name in differ}
+        flags = " ".join(f"--{name}{value}" for name, value in values.items())
         message = f"accelerate launch never takes these from the file: {settings}"
         yield Match(differ[0], message, f"`accelerate launch {flags}`")

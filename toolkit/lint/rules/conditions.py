@@ -14,9 +14,10 @@ from toolkit.lint.findings import NOTE, LintRule, Match, rule
 from toolkit.lint.rules import programs, settings
 from toolkit.lint.rules.settings import as_bool, as_enum, as_float, as_int, shorten
 from toolkit.lint.rules.trainer import processes_of
-from toolkit.presets.method_rules import rejects_save_only_model
+from toolkit.presets.method_rules import rejects_save_only_model, survives_offload
 
 # Values that no key of the file has by itself.
+DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
@@ -27,6 +28,13 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         if doc.kind == AXOLOTL
         else settings.fsdp_version(doc)
     ),
+    "shards": lambda doc: settings.parallel_degree(doc, "dp_shard") * settings.parallel_degree(doc, "cp"),
+    "replicas": lambda doc: settings.parallel_degree(doc, "dp_replicate"),
+    "says_shards": lambda doc: doc.has("num_processes") or doc.has(settings.parallel_size_key("dp_shard")),
+    "has_length": lambda doc: doc.get("max_length", 1024) is not None,
+    "is_dpo": lambda doc: any(map(doc.has, DPO_KEYS)),
+    "accelerator_file": lambda doc: isinstance(doc.get("accelerator_config"), str) or None,
+    "survives_offload": lambda doc: survives_offload(str(doc.get("optim"))),
     "is_fsdp1": lambda doc: (
         (settings.uses_fsdp(doc) and as_int(settings.fsdp_setting(doc, "version", 2)) == 1)
         or (doc.launch_config is not None and settings.fsdp_version(doc.launch_config) == 1)
@@ -94,6 +102,8 @@ def _product(doc: Document, *names: str) -> int | None:
 def _value(doc: Document, name: str) -> Any:
     """Return a value of the table by its name: `NAME|WORD` has a default."""
     key, _, default = name.partition("|")
+    if key.startswith("json.") and doc.deepspeed_json is not None:  # a key of the DeepSpeed JSON that the file names
+        return doc.deepspeed_json.get(key.removeprefix("json."), default or None)
     return DERIVED[key](doc) if key in DERIVED else doc.get(_key(doc, key), default or None)
 
 
@@ -136,8 +146,10 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
                 level = NOTE if case.get("with_trainer") and settings.trainer_of(doc) is None else level
                 level = NOTE if doc.kind == AXOLOTL and programs.is_read_by_project(doc, "axolotl") else level
+                level = level or case.get("level")
                 remove, value = case.get("remove", False), None if level else case.get("value")
-                yield Match(key, message, case["fix"], remove=remove, value=value, level=level)
+                since = case.get("since")
+                yield Match(key, message, case["fix"], remove=remove, value=value, level=level, since=since)
 
     check.__doc__ = table["says"]
     return check

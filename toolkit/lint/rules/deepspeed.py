@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from toolkit.lint.document import (
     AXOLOTL,
     DEEPSPEED,
     SCRIPTS,
+    SUFFIXES,
     TRAINER,
     Document,
     deepspeed_files,
@@ -28,6 +30,8 @@ from toolkit.lint.rules.settings import (
     as_int,
     is_deepspeed,
     is_without_trainer,
+    level_for_trainer,
+    names_json,
     names_word,
     offload_device,
     shorten,
@@ -36,7 +40,6 @@ from toolkit.lint.rules.settings import (
     zero_stage,
 )
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
-from toolkit.presets.method_rules import survives_offload
 
 # DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
 OWNED_BY_TRAINER = {
@@ -72,10 +75,17 @@ SAME_AS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "Warmu
 SAME_AS |= {"Adam": "adamw", "AdamW": "adamw"}
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 # accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
-OWNED_BY_JSON = (
-    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
-    *("offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
-)
+OWNED_BY_JSON = {
+    **{name: name for name in ("gradient_accumulation_steps", "gradient_clipping")},
+    "zero_stage": "zero_optimization.stage",
+    **{
+        f"offload_{part}_{name}": f"zero_optimization.offload_{part}.{name}"
+        for part in ("optimizer", "param")
+        for name in ("device", "nvme_path")
+    },
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+UNSAID = ("none", "false", "auto")  # what says as much as no key
 # Those that are numbers.
 NUMBERS_OF_TRAINER = (
     *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer.params.lr"),
@@ -104,7 +114,7 @@ def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
     if reader is not None and reader.kind == AXOLOTL:
         return reader.has(OF_AXOLOTL.get(field, field))
     reader = trainer_of(doc)
-    if reader is None:
+    if reader is None or (field == "warmup_steps" and (as_float(reader.get(field)) or 0) < 1):
         return False
     has_defaults = reader.program in ("transformers", "llama-factory") and not reader.has("config")
     return reader.has(field) or (has_defaults and key in DEFAULTS and value != DEFAULTS[key])
@@ -124,7 +134,7 @@ def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
 def yaml_not_auto(doc: Document) -> Iterator[Match]:
     """The YAML fixes a setting that `TrainingArguments` owns: under the Trainer, any value but its own raises."""
-    if not is_deepspeed(doc) or doc.has("deepspeed_config.deepspeed_config_file") or is_without_trainer(doc):
+    if not is_deepspeed(doc) or names_json(doc) or is_without_trainer(doc):
         return
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
@@ -150,13 +160,16 @@ def batch_arithmetic(doc: Document) -> Iterator[Match]:
     """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes;
     no number of processes makes these equal."""
     total, per_gpu, accumulation = (as_int(doc.get(key)) for key in BATCH_KEYS)
+    fills = not is_without_trainer(doc)  # DeepSpeed alone takes no `auto`
+    value, fix = ("auto", '`"auto"`') if fills else (None, "a positive number")
     not_positive = [key for key in BATCH_KEYS if (as_int(doc.get(key)) or 1) < 1 or as_int(doc.get(key)) == 0]
     if not_positive:
         key = not_positive[0]
-        yield Match(key, f"{shorten(doc.get(key))} is refused: it must be positive", '`"auto"`', value="auto")
+        yield Match(key, f"{shorten(doc.get(key))} is refused: it must be positive", fix, value=value)
     elif total and per_gpu and total % (per_gpu * (accumulation or 1)):
         product = f"{per_gpu} x {accumulation}" if accumulation else f"{per_gpu}"
-        yield Match(BATCH_KEYS[0], f"{total} is not a multiple of {product}", '`"auto"` for all three', value="auto")
+        fix = '`"auto"` for all three' if fills else "a multiple"
+        yield Match(BATCH_KEYS[0], f"{total} is not a multiple of {product}", fix, value=value)
 
 
 # -- offload
@@ -207,11 +220,18 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
 
 
-@rule(NOTE, ACCELERATE, TRAINER, library="accelerate", fix="a path that exists where the run starts")
+@rule(NOTE, ACCELERATE, TRAINER, *SCRIPTS, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """A relative path counts from the working directory of the run. Where no file is there, accelerate takes the path
-    for base64 text, and raises.
+    """A relative path counts from the working directory of the run. Where no file is there, accelerate raises, for a
+    JSON because it takes the path for base64 text.
     """
+    for call in doc.script.launches:
+        named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
+        names = Path(named).name  # which the script may write, or copy, itself
+        if named.endswith(SUFFIXES) and not ("$" in named or find_named(named, doc.path) or doc.text.count(names) > 1):
+            yield Match(
+                "--config_file", f"{shorten(named)} is not found from here", "a path that exists", line=call.line
+            )
     key, named = deepspeed_files(doc)
     if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
@@ -221,31 +241,57 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     yield Match(key, message, "start the run where the path is right" if start else "a path that exists")
 
 
+@rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
+def deepspeed_file_no_json(doc: Document) -> Iterator[Match]:
+    """The Trainer reads the file of `deepspeed` as JSON: YAML is for `accelerate launch`."""
+    named = deepspeed_files(doc)[1]
+    if named.endswith((".yaml", ".yml")) and not doc.is_read("deepspeed"):
+        file = find_named(named, doc.path)
+        is_accelerates = file is not None and re.search(rb"^distributed_type\s*:", file.read_bytes(), re.M)
+        fix = "remove it, and `accelerate launch --config_file` with it" if is_accelerates else "DeepSpeed's JSON"
+        yield Match("deepspeed", f"{shorten(named)} is no JSON: the Trainer raises", fix)
+
+
+@rule(ERROR, DEEPSPEED, library="accelerate", fix="UTF-8 without a byte order mark")
+def byte_order_mark(doc: Document) -> Iterator[Match]:
+    """accelerate and the Trainer refuse a JSON that begins with a byte order mark; DeepSpeed alone takes it."""
+    file = Path(doc.path)
+    if doc.is_json and is_file(file) and file.read_bytes()[:3] == b"\xef\xbb\xbf":
+        level = NOTE if doc.named_by is None else level_for_trainer(doc)  # DeepSpeed alone may read it
+        message = "the file begins with a byte order mark: accelerate and the Trainer refuse it"
+        yield Match("", message, "save it as UTF-8 without the mark", line=1, level=level)
+
+
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def key_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats the JSON's setting, even if equal."""
-    if doc.get("deepspeed_config.deepspeed_config_file") is None or not is_deepspeed(doc):
+    if not names_json(doc) or not is_deepspeed(doc):
         return
-    for name in OWNED_BY_JSON:
+    for name, there in OWNED_BY_JSON.items():
         key = f"deepspeed_config.{name}"
         if doc.has(key) and not doc.is_flag(key):  # it looks at its file alone
+            json, value = doc.deepspeed_json, str(doc.get(key)).lower()
+            in_json = str(json.get(there, "none")).lower() if json is not None else None
+            is_same = in_json == value or (value in UNSAID and in_json in (*UNSAID, "auto"))
             message = f"accelerate refuses {name} together with deepspeed_config_file"
-            yield Match(key, message, "remove it", remove=doc.deepspeed_json is not None)
+            fix = "remove it" if is_same else f"remove it; the JSON's {there}, or a Trainer's argument, says it"
+            yield Match(key, message, fix, remove=is_same)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, even if the two agree."""
     precision = doc.get("mixed_precision")
-    is_named = doc.has("deepspeed_config.deepspeed_config_file") and is_deepspeed(doc)
-    if precision is None or not is_named or doc.is_flag("mixed_precision"):
+    if precision is None or not (names_json(doc) and is_deepspeed(doc)) or doc.is_flag("mixed_precision"):
         return
     json = doc.deepspeed_json
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
     contradiction = f"; the JSON has {in_json}" if in_json and in_json != precision else ""
     message = f"accelerate refuses it together with deepspeed_config_file{contradiction}"
-    fix = "remove it" if in_json == precision or as_bool(precision) is False else "remove it, and set it in the JSON"
-    fix = "remove it, and start with `--mixed_precision fp8`" if precision == "fp8" else fix  # no JSON has it
+    says = "" if precision == "fp8" else f", a Trainer's `{precision}` or the JSON"  # none of which has fp8
+    is_said = in_json == precision or as_bool(precision) is False
+    fix = "remove it" if is_said else f"remove it: `--mixed_precision {shorten(precision)}`{says} says it"
+    fix = f"remove it, or {in_json} from the JSON" if contradiction and not is_said else fix
     yield Match("mixed_precision", message, fix, remove=in_json == precision)
 
 
@@ -256,7 +302,8 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
     if doc.kind not in SCRIPTS:
         processes = as_int(doc.get("num_processes")) or processes_of(doc)
         key, fix = "num_processes" if doc.kind == ACCELERATE else "deepspeed", '`"auto"` for all three in the JSON'
-        if doc.deepspeed_json and not doc.has("parallelism_config"):
+        in_parts = any(each.has("parallelism_config") for each in (doc, doc.launch_config) if each)
+        if doc.deepspeed_json and not in_parts:
             yield from (Match(key, message, fix) for message in _unequal(doc.deepspeed_json, processes))
     for call in doc.script.launches:  # of a loop of its own, which deepspeed.initialize(args) reads it for
         named, line = call.arguments.get("deepspeed_config", ("", 0))
@@ -288,6 +335,8 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
     for key in NUMBERS_OF_TRAINER:
         field = OWNED_BY_TRAINER[key]
         here, there = doc.get(field), json.get(key)
+        if field == "warmup_steps" and (as_float(here) or 0) < 1:
+            continue  # a share of steps that are not known, and 0 is 1 in newer versions
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
     for name in ("bf16", "fp16"):
@@ -295,16 +344,3 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
         flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))
         if flag is not None and json_flag is not None and flag != json_flag:
             yield Match(name, f"{flag} here, {json_flag} in {name}.enabled", fix)
-
-
-@rule(WARNING, TRAINER, library="accelerate", fix="optim: adamw_torch, or no offload")
-def offload_replaces_optimizer(doc: Document) -> Iterator[Match]:
-    """An offloaded optimizer other than AdamW becomes DeepSpeed's CPU Adam, without decoupled weight decay."""
-    json, optim = doc.deepspeed_json, doc.get("optim")
-    if json is None or optim is None or survives_offload(str(optim)) or json.has("optimizer"):
-        return
-    forced = as_bool(json.get("zero_force_ds_cpu_optimizer", True))
-    if forced and offload_device(json, "optimizer") in ("cpu", "nvme"):
-        yield Match(
-            "optim", f"{shorten(optim)} becomes DeepSpeed's CPU Adam where it is offloaded", "`optim: adamw_torch`"
-        )

@@ -41,7 +41,8 @@ def several(doc: Document, *tools: str) -> list[LauncherCall]:
 
 def is_alone(call: LauncherCall) -> bool:
     """Return True for a launcher that srun starts on one node, and that is told of no other."""
-    return bool(re.search(r"\bsrun\b.*(?:--nodes[= ]|-N ?)1\b", call.before, re.DOTALL)) and not on_several_nodes(call)
+    on_one = r"\bsrun\b.*(?:(?:--nodes[= ]|-N ?)1\b|\s-w\b|--nodelist\b)"
+    return bool(re.search(on_one, call.before, re.DOTALL)) and not on_several_nodes(call)
 
 
 def spans_nodes(doc: Document) -> bool:
@@ -75,7 +76,7 @@ def master(call: LauncherCall) -> str | None:
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
-    """Where the head's address is local (`localhost`, or 0) or unknown, every node takes itself for the head, and waits
+    """Where the head's address is local or unknown, every node takes itself for the head, and waits
     or trains alone.
     """
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
@@ -86,7 +87,8 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
     for call in several(doc):
         name, quote = master(call) or "", "'" * (call.before.count("'") % 2)  # in which each node expands for itself
         address = re.sub(r":[\w$]*$", "", call.options.get(name) or "")
-        is_head = "0" in map(call.options.get, ("node-rank", "machine-rank"))
+        ranks = [each.options.get(option) for each in several(doc) for option in ("node-rank", "machine-rank")]
+        is_head = "0" in ranks  # its own, or that of another one that this node starts
         if THIS_NODE.fullmatch(quote * address.startswith("$") + address) and not is_head:
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
@@ -107,8 +109,11 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
         if call.is_complete and not named and not (is_set and call.tool == "torchrun"):
             option = NODE_COUNT[call.tool].replace("num-machines", "num_machines")
             message = f"{nodes} nodes start a training each" + (", where PET_NNODES is not set" if is_set else "")
-            level = NOTE if is_set else None
-            yield Match(call.tool, message, f"`--{option} {nodes}`", line=call.line, level=level)
+            level, fix = NOTE if is_set else None, f"`--{option} {nodes}`"
+            if doc.kind == SBATCH and doc.script.mentions(STARTERS) and not re.search(STARTERS, call.before):
+                fix, level = f"{fix}, with srun in front; nothing for one node alone", NOTE
+                message = "starts on the first node alone; behind what starts it on each, each trains alone"
+            yield Match(call.tool, message, fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--rdzv-backend c10d --rdzv-endpoint HEAD:PORT")
@@ -142,6 +147,7 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
         if static and master(call) and (is_too_high or (not told and call in several(doc))):
             message = f"ranks are below {nodes}" if is_too_high else f"every node has rank {rank or 0}"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
+            message += "" if is_too_high or rank or doc.kind == SBATCH else ", unless the environment has PET_NODE_RANK"
             yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
 
 
@@ -163,7 +169,9 @@ def no_head(doc: Document) -> Iterator[Match]:
     for call in calls(doc, "accelerate"):
         file = accelerate_file(doc, call)
         machines = as_int(call.options.get("num-machines") or (file.get("num_machines") if file else 1)) or 1
-        named = {"main-process-ip", "mpirun-hostfile", "deepspeed-hostfile", "rdzv-conf"} & call.options.keys()
+        named = {"main-process-ip", "mpirun-hostfile", "deepspeed-hostfile", "rdzv-conf", "tpu"} & call.options.keys()
+        how = call.options.get("deepspeed-multinode-launcher")
+        named |= {"use-deepspeed"} & call.options.keys() if how != "standard" else set()  # which asks the hostfile
         own = file is not None and (file.get("main_process_ip") or file.has("mpirun_config") or is_deepspeed(file))
         if machines > 1 and call.is_complete and not (named or own or call.options.get("rdzv-backend")):
             message = f"{machines} nodes, and no address of the first: each waits for a node named None"
@@ -177,9 +185,9 @@ def standalone_on_several(doc: Document) -> Iterator[Match]:
         if "standalone" in call.options:
             level = WARNING if "$" in str(call.options["nnodes"]) else None
             fix = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT` instead"
-            yield Match(
-                "--standalone", "each node waits for the others at its own localhost", fix, line=call.line, level=level
-            )
+            message = "each node waits for the others at its own localhost"
+            message += f", where {call.options['nnodes']} is above 1" if level else ""
+            yield Match("--standalone", message, fix, line=call.line, level=level)
 
 
 @rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
@@ -212,12 +220,13 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
 def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
-    """A launcher left from an earlier attempt, or of another job with the same head, joins the rendezvous of this id
-    (`none` by default).
-    """
+    """A launcher of an earlier attempt, or another job with the same head, joins the rendezvous of this id."""
     for call in several(doc, "torchrun"):
         named = call.options.get("rdzv-id")
-        if "rdzv-backend" in call.options and "$" not in (named or ""):
+        port = (call.options.get("rdzv-endpoint") or "").rpartition(":")[2]
+        name = re.escape(port.strip("${}")) or "\0"
+        changes = "RANDOM" in port or doc.script.mentions(rf"\b{name}=.*(?:RANDOM|shuf|rand)")
+        if "rdzv-backend" in call.options and "$" not in (named or "") and not changes:
             value = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" if doc.kind == SBATCH else "$SKYPILOT_TASK_ID"
             fix = f'`--rdzv-id "{value}"`'
             message = f"the id is {named or 'none'} in every attempt and every job"
@@ -293,8 +302,8 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts a rank per GPU itself. With a task per GPU, srun starts it as often."""
     script = doc.script
     call = next((call for call in script.launches if "srun" in call.before), None)
-    if call is None:
-        return
+    if call is None or (call.options.get("nproc-per-node") == "1" and on_several_nodes(call)):
+        return  # a launcher for each GPU
     own = {DIRECTIVE_NAMES.get(name, name): (value, call.line) for name, value in SRUN_OPTION.findall(call.before)}
     said = own if own.keys() & TASKS else script.directives
     name = next((name for name in TASKS if name in said), "")
@@ -325,7 +334,9 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
     value, line = doc.script.directives.get("signal", ("", 0))
     if doc.script.launches and value.startswith("B:") and not doc.script.mentions(r"^\s*trap\b"):
         fix = '`trap \'kill -TERM "$PID"; wait "$PID"\' USR1`, with `srun ... & PID=$!; wait`; or `--signal=TERM@300`'
-        yield Match("--signal", f"{value} never reaches the ranks", fix, line=line)
+        is_sourced = doc.script.mentions(r"^\s*(?:source|\.)\s")  # where a trap may be
+        message = f"{value} never reaches the ranks" + (", unless a sourced file has a trap" if is_sourced else "")
+        yield Match("--signal", message, fix, line=line, level=NOTE if is_sourced else None)
 
 
 def _requeues(script: JobScript) -> bool:
@@ -334,11 +345,9 @@ def _requeues(script: JobScript) -> bool:
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
-    """Where a launcher fails on one node, the others wait for a collective until a timeout."""
+    """Where a launcher fails on one node, the others wait until a timeout."""
     if not spans_nodes(doc) or doc.script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
-    for call in [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)][
-        :1
-    ]:
-        message = "the other nodes wait after one has failed"
-        yield Match("srun", message, "`srun --kill-on-bad-exit=1`", line=call.line)
+    started = [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)]
+    for call in started[:1]:
+        yield Match("srun", "the other nodes wait after one has failed", "`srun --kill-on-bad-exit=1`", line=call.line)

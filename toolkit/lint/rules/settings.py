@@ -86,6 +86,11 @@ def is_deepspeed(doc: Document) -> bool:
     return engine_of(doc) == "DEEPSPEED"
 
 
+def names_json(doc: Document) -> bool:
+    """Return True for an accelerate configuration with a DeepSpeed JSON; accelerate takes `none` for no file."""
+    return doc.get("deepspeed_config.deepspeed_config_file", "none") not in (None, "none")
+
+
 def fsdp_setting(doc: Document, name: str, default: Any = None) -> Any:
     """Return a setting of `fsdp_config`; accelerate accepts its key with the prefix `fsdp_` and without."""
     block = doc.block("fsdp_config")
@@ -160,13 +165,15 @@ def is_ranked(doc: Document) -> bool | None:
 def is_on_one_gpu(doc: Document) -> bool:
     """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
     before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
-    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and "FORCE_TORCHRUN" not in text
+    is_started = re.search("FORCE_TORCHRUN|USE_RAY", text)
+    return bool(re.search(r"\bCUDA_VISIBLE_DEVICES=[\"']?\d+[\"']?\s", before)) and not is_started
 
 
 def is_without_rank(doc: Document) -> bool:
     """Return True for a process that nothing tells its rank: of `python`, or of an accelerate that starts one."""
     call, text = doc.start, doc.command.text if doc.command else doc.text
-    if call is None or re.search(r"\b(?:srun|mpirun|mpiexec)\b", call.before) or re.search(r"\bRANK=", text):
+    is_told = re.search(r"\bRANK=", text) or re.search(r"environ\b.*[\"']RANK\b|mp\.spawn\(", doc.source)
+    if call is None or is_told or re.search(r"\b(?:srun|mpirun|mpiexec)\b", call.before):
         return False
     is_one = call.tool == "accelerate" and call.options.keys() <= PLAIN and call.options.get("num-processes") == "1"
     return call.tool == PYTHON or is_one

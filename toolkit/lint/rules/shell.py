@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
-from toolkit.lint.document import SCRIPTS, SUFFIXES, Document, accelerate_file
+from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, launcher_tables
+from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.lint.named_files import find_named, project_source, source_of
-from toolkit.lint.rules.settings import as_enum, shorten
+from toolkit.lint.rules.settings import as_enum, as_int, shorten
 
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
@@ -34,7 +34,7 @@ def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
 def lost_line(doc: Document) -> Iterator[Match]:
-    """bash takes a line that begins with an option for a command, and the launcher starts without it. The backslash
+    """bash takes a line that begins with an option for a command: the launcher starts without it. The backslash
     before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
     a space any line is lost, the script's name too.
     """
@@ -70,21 +70,20 @@ def lost_line(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
-    """Quotes and dashes of a word processor are letters to bash, a part of the value."""
+    """Quotes and dashes of a word processor are letters to bash."""
     script = doc.script
     for start, end in script.commands if script.calls else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
         command = script.text[start:end]
         is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
         if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
-            yield Match(
-                found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=script.line_at(found.start())
-            )
+            line = script.line_at(found.start())
+            yield Match(found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="bash", fix="export NAME=VALUE")
 def not_exported(doc: Document) -> Iterator[Match]:
-    """A variable on a line of its own that is not exported stays in this shell: launcher and ranks do not have it."""
+    """A variable on a line of its own, not exported, stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
     if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
@@ -100,9 +99,14 @@ def not_exported(doc: Document) -> Iterator[Match]:
                 continue
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
+            if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
+                continue
             reported.add(name)
+            of_slurm = name == "CUDA_VISIBLE_DEVICES" and doc.kind == SBATCH  # which exports it
+            level = NOTE if of_slurm else None
             fix, at = f"`export {name}=...`, or in front of the launcher on its line", found.start(1) + place.start()
-            yield Match(name, f"{name} is assigned, and not exported", fix, line=script.line_at(at))
+            message = f"{name} is assigned, and not exported: it has no effect unless the environment has it already"
+            yield Match(name, message, fix, line=script.line_at(at), level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the name that accelerate reads")
@@ -116,7 +120,7 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
         used = used or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
-            fix = f"`{found[2]}_{close}`" if close else "remove it"
+            fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
 
 
@@ -158,9 +162,9 @@ def variable_behind_command(doc: Document) -> Iterator[Match]:
         for word in (call.script or "", *call.words):
             name = word.split()[-1].partition("=")[0] if "=" in word else ""
             if name in known:
-                yield Match(
-                    name, f"{name} is an argument here", f"`{name}=...` in front of the command", line=call.line
-                )
+                takes_pairs = re.search("OmegaConf|hydra", "".join(source_of(call.script or "", doc.path)))
+                level, fix = NOTE if takes_pairs else None, f"`{name}=...` in front of the command"
+                yield Match(name, f"{name} is an argument here", fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="the launcher in front of the script")
@@ -176,15 +180,12 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
-    """A launcher refuses an option in front of the script's name that it does not have: it may be the script's."""
+    """A launcher refuses an option in front of the script's name that it lacks: it may be the script's."""
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known and call.script else ():
-            if (
-                len(name) > 2
-                and re.fullmatch("[a-z][a-z0-9-]+", name)
-                and not any(each.startswith(name) for each in known)
-            ):
+            is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
+            if is_name and not any(each.startswith(name) for each in known):
                 option = f"--{name.replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
@@ -193,7 +194,7 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="transformers", fix="--config in front of the file, where the parser has it")
 def file_not_read(doc: Document) -> Iterator[Match]:
-    """A parser refuses the path of a file behind the script's name unless the script reads it: TRL's `TrlParser` takes
+    """A parser refuses a file's path behind the script's name unless the script reads it: TRL's `TrlParser` takes
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
         first = call.words[0] if call.words else ""
@@ -224,8 +225,10 @@ def two_engines(doc: Document) -> Iterator[Match]:
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
     """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
-    found = next(doc.script.find(r"\bCUDA_VISIBLE_DEVICES=[\"']?[0-9]+,[0-9]"), None)
-    for call in doc.script.launches if found and not doc.script.mentions("NPROC_PER_NODE|NNODES") else ():
+    is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
+    for call in doc.script.launches if not is_told else ():
+        if "," not in visible_devices(doc, call)[0]:
+            continue
         needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
         if call.tool == "swift" and str(needs[0]).lower() != "false":
             yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
@@ -253,19 +256,44 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
     """With `--num_gpus`, `--include` or `--exclude`, `deepspeed` drops `CUDA_VISIBLE_DEVICES` and takes the node's
     first GPUs.
     """
-    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
-    exported = next(((found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}")), None)
     for call in doc.script.launches:
-        in_front = re.search(assigned, call.before)  # and not in front of another command
-        gpus, line = (in_front[1], call.line) if in_front else exported or ("", 0)
-        if gpus.startswith("$"):
-            gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
+        gpus, line = visible_devices(doc, call)
         options = call.options.keys() & {"num-gpus", "include", "exclude"}
         first, included = ",".join(map(str, range(gpus.count(",") + 1))), call.options.get("include")
         in_force = gpus in ("", first) or included == f"localhost:{gpus}"
         if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
             message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
-            yield Match("CUDA_VISIBLE_DEVICES", message, f"`--include localhost:{gpus}`, without --num_gpus", line=line)
+            fix, count = f"`--include localhost:{gpus}`, without --num_gpus", call.options.get("num-gpus")
+            fix = (
+                fix if count in (None, str(gpus.count(",") + 1)) else f"{fix}; or no CUDA_VISIBLE_DEVICES, for {count}"
+            )
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+
+
+@rule(WARNING, *SCRIPTS, library="torch", fix="as many processes as GPUs")
+def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
+    """A rank takes the GPU of its number: where CUDA_VISIBLE_DEVICES lists fewer, CUDA raises ("invalid device
+    ordinal"), unless the script shares GPUs.
+    """
+    for call in doc.script.launches:
+        gpus, line = visible_devices(doc, call)
+        is_one = call.options.get("num-machines") in (None, "1") and "cpu" not in call.options
+        option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
+        processes, count = as_int(call.options.get(option)), gpus.count(",") + 1
+        if gpus and processes and processes > count:
+            message = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs"
+            yield Match("CUDA_VISIBLE_DEVICES", message, "as many of both", line=line)
+
+
+def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists for a launch, and the line; empty where nothing says it."""
+    assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
+    exported = [(found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}") if line <= call.line]
+    in_front = re.findall(assigned, call.before)[-1:]  # the one before may be of another command
+    gpus, line = (in_front[0], call.line) if in_front else exported[-1] if exported else ("", 0)
+    if gpus.startswith("$"):
+        gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
+    return gpus.strip(","), line
 
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="--include alone")
@@ -280,7 +308,7 @@ def include_with_count(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="what the message names")
 def refused_hostfile(doc: Document) -> Iterator[Match]:
-    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host or GPU that it does not list."""
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and hosts and GPUs that it lacks."""
     for call in doc.script.launches:
         file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
         try:

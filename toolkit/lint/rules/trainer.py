@@ -17,9 +17,9 @@ from toolkit.lint.rules.settings import (
     as_int,
     fsdp_key,
     fsdp_setting,
+    fsdp_version,
     is_grpo,
     is_template,
-    is_trl,
     shorten,
     uses_fsdp,
 )
@@ -27,13 +27,12 @@ from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+FSDP2_SINCE = "5.10.0"  # the Trainer's default version of FSDP
 FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
-# Keys of TRL's DPOConfig that its SFTConfig does not have.
-DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 
 
 def launched_with_fsdp(doc: Document) -> bool:
@@ -58,7 +57,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
             if count > 1 and count != int(count):
                 yield Match(f"{name}_steps", f"{count} is refused: above 1 it is a whole number", "a whole number")
             if count == 0 and (name == "logging" or (name == "eval" and steps["logging"] == 0)):
-                yield Match(f"{name}_steps", "0 is refused where the strategy is steps", f'`{name}_strategy: "no"`')
+                fix = f'a number above 0, or `{name}_strategy: "no"`'
+                yield Match(f"{name}_steps", "0 is refused where the strategy is steps", fix)
     is_known = doc.is_complete and not any(map(is_template, strategies.values()))
     is_known &= doc.program != "ms-swift" or doc.has("eval_strategy")  # it evaluates as often as it saves
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
@@ -72,8 +72,9 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
         elif evaluation == "steps" and every and saved and (every < 1) != (saved < 1):
             yield Match("save_steps", f"{saved:g} and eval_steps {every:g} mix a share with a number", "two numbers")
         elif evaluation == "steps" and every and saved and round(saved * 1e6) % max(1, round(every * 1e6)):
-            message = f"{saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
-            yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, f"a multiple of {every:g}")
+            message = f"save_steps {saved:g} is not a multiple of eval_steps {every:g}, as load_best_model_at_end needs"
+            fix = f"`save_steps`: a multiple of {every:g}"
+            yield Match("save_steps" if doc.has("save_steps") else "eval_steps", message, fix)
     schedule = str(doc.get("lr_scheduler_type"))
     if schedule in ("reduce_lr_on_plateau", "greedy") and evaluation == "no" and is_known:
         yield Match("lr_scheduler_type", f"{schedule} needs an evaluation", "`eval_strategy: epoch`")
@@ -84,8 +85,8 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
         if name not in FSDP_WORDS and not is_template(word):
             yield Match("fsdp", f"{shorten(word)} is no option of fsdp", "`fsdp: true`")
         elif name in ("hybrid_shard", "hybrid_shard_zero2", "no_shard") and version == 2:
-            fix = "no fsdp" if name == "no_shard" else "`full_shard`"
-            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since="5.0.0")
+            fix = "no fsdp" if name == "no_shard" else "`full_shard`, or `version: 1` in fsdp_config"
+            yield Match("fsdp", f"{word} is refused under FSDP2, the default", fix, since=FSDP2_SINCE)
 
 
 @rule(ERROR, TRAINER, library="trl", fix="what the message names", for_every_program=True)
@@ -118,7 +119,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
         )
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
-        yield Match("vllm_importance_sampling_clip_min", f"{low:g} is not below clip_max {high:g}", "a smaller number")
+        message = f"{low:g} is not below clip_max {high:g}"
+        yield Match("vllm_importance_sampling_clip_min", message, "a smaller number", since="1.6.0")
 
 
 def processes_of(doc: Document) -> int | None:
@@ -187,7 +189,7 @@ def not_indented(doc: Document) -> Iterator[Match]:
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
 
 
-@rule(WARNING, TRAINER, library="transformers", removed_in="5.0.0", fix="nothing")
+@rule(WARNING, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="nothing")
 def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
     """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
     if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
@@ -213,11 +215,13 @@ def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
     is_whole = doc.is_complete and "FLOAT" not in as_enum(doc.get("bnb_4bit_quant_storage"))
     for key, is_4bit in {"load_in_4bit": as_bool(doc.get("load_in_4bit")), "quant_bits": is_swifts}.items():
         if is_4bit and is_whole and (uses_fsdp(doc) or launched_with_fsdp(doc)):
-            message = "4-bit weights stored as uint8 are not sharded: every GPU holds all of them"
+            is_fsdp1 = doc.launch_config is not None and fsdp_version(doc.launch_config) == 1
+            what = "refused by FSDP1" if is_fsdp1 else "not sharded: every GPU holds all of them"
+            message = f"4-bit weights stored as uint8 are {what}"
             yield Match(key, message, "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation")
 
 
-@rule(NOTE, TRAINER, library="transformers", removed_in="5.0.0", fix="fsdp: true, and the rest in fsdp_config")
+@rule(NOTE, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="fsdp: true, and the rest in fsdp_config")
 def fsdp_as_words(doc: Document) -> Iterator[Match]:
     """Words in `fsdp` are deprecated. They mean FSDP2, which refuses the hybrid ones. In version 1 accelerate ignores
     the word.
@@ -234,24 +238,6 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
 
 
 @rule(
-    NOTE,
-    TRAINER,
-    library="transformers",
-    fix="sync_each_batch: true in accelerator_config's gradient_accumulation_kwargs",
-)
-def whole_gradients_between_steps(doc: Document) -> Iterator[Match]:
-    """With FSDP the Trainer reduces gradients in the last accumulation step only: until then each GPU holds them whole,
-    16 GB for 8 billion in bf16.
-    """
-    steps, config = as_int(doc.get("gradient_accumulation_steps")) or 1, doc.get("accelerator_config")
-    chosen = doc.has("accelerator_config.gradient_accumulation_kwargs.sync_each_batch") or isinstance(config, str)
-    if uses_fsdp(doc) and steps > 1 and not chosen:
-        message = f"in {steps} accumulation steps each GPU holds all gradients, 2 bytes per trained parameter"
-        fix = "`accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}`; `false` to keep them"
-        yield Match("gradient_accumulation_steps", message, fix)
-
-
-@rule(
     WARNING,
     TRAINER,
     *SCRIPTS,
@@ -263,36 +249,9 @@ def jit_checkpoint(doc: Document) -> Iterator[Match]:
     forever. An incomplete checkpoint is resumed all the same.
     """
     key = "enable_jit_checkpoint"
-    if as_bool(doc.get(key)):
+    if as_bool(doc.get(key)) and processes_of(doc) != 1:
         yield Match(key, "each rank saves after the step in which its own signal came", f"remove {key}")
     for call in doc.script.launches if not doc.parts else ():
-        if key in call.arguments and as_bool(call.arguments[key][0]) is not False:
+        if key in call.arguments and as_bool(call.arguments[key][0]) is not False and processes_of_call(call) != 1:
             message = "each rank saves after the step in which its own signal came"
             yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
-
-
-# -- TRL's trainers
-
-
-@rule(WARNING, TRAINER, library="trl", fix="nothing: it is off in DPO, and on where rows are packed with bfd")
-def padding_free_ignored(doc: Document) -> Iterator[Match]:
-    """TRL's DPOTrainer warns, and turns `padding_free` off. Its SFTTrainer turns it on for packed rows, whatever the
-    file says.
-    """
-    chosen = as_bool(doc.get("padding_free")) if is_trl(doc) else None
-    strategy = doc.get("packing_strategy", "bfd")
-    if chosen and any(doc.has(key) for key in DPO_KEYS) and not is_grpo(doc):
-        yield Match("padding_free", "DPOTrainer turns it off: rows are padded", "remove it", remove=True)
-    elif chosen is False and as_bool(doc.get("packing")) and strategy != "wrapped":
-        message = f"packing with {shorten(strategy)} turns it on all the same"
-        yield Match("padding_free", message, "remove it, or `packing: false`", remove=True)
-
-
-@rule(ERROR, TRAINER, library="trl", fix="packing: true, or max_length: null")
-def padding_free_refused(doc: Document) -> Iterator[Match]:
-    """TRL's SFTTrainer refuses `padding_free` with a `max_length` (1,024 by default) unless rows are packed."""
-    chosen = is_trl(doc) and as_bool(doc.get("padding_free")) and not any(doc.has(key) for key in DPO_KEYS)
-    length = doc.get("max_length", 1024)
-    if chosen and not as_bool(doc.get("packing")) and length is not None:
-        message = f"refused with max_length {shorten(length)} and without packing"
-        yield Match("padding_free", message, "`packing: true`, or `max_length: null` for rows that are short enough")

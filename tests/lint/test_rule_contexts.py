@@ -1,0 +1,177 @@
+"""Files that have a rule's condition, where its statement needs another version or setting: what lint says of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.lint.check import fixed_text, lint_paths
+from toolkit.lint.findings import Finding
+
+DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
+WITH_JSON = f"{DEEPSPEED}  deepspeed_config_file: ds.json\n"
+FSDP2 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+TRAINER = "output_dir: out\nper_device_train_batch_size: 1\nbf16: true\nsave_strategy: steps\n"
+TRL = "model_name_or_path: a/b\ndataset_name: c/d\n"
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\ndatasets: [{path: x}]\n"
+TWO_NODES = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
+C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
+OWN_LOOP = "engine = deepspeed.initialize(args)\n"
+
+
+def zero(**more: object) -> str:
+    return json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}} | more)
+
+
+def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
+    """Lint the first of a project's files, and return the findings of a rule."""
+    (folder / ".git").mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return [each for each in lint_paths([folder / next(iter(files))]).findings if each.rule == rule]
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "old", "new"),
+    [
+        ("fsdp2-strategy-ignored", f"{FSDP2}  fsdp_sharding_strategy: SHARD_GRAD_OP\n", "accelerate==1.5.2", "1.6.0"),
+        ("fsdp2-reshard-word", f"{FSDP2}  fsdp_reshard_after_forward: FULL_SHARD\n", "accelerate==1.5.2", "1.6.0"),
+        ("refused-by-accelerate", f"{FSDP2}  fsdp_state_dict_type: LOCAL_STATE_DICT\n", "accelerate==1.6.0", "1.8.0"),
+        ("fsdp1-key-of-trainer", f"{TRAINER}fsdp: true\nfsdp_config: {{use_orig_params: true}}\n",
+         "transformers==5.9.0", "5.10.0"),
+        ("refused-by-trainer", f"{TRAINER}fsdp: hybrid_shard\n", "transformers==5.9.0", "5.10.0"),
+        ("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", "trl==0.28.0", "0.29.0"),
+        ("padding-free-refused", f"{TRL}packing: false\npadding_free: true\n", "trl==0.29.0", "1.0.0"),
+        ("refused-by-trl", f"{TRL}num_generations: 8\nauto_find_batch_size: true\n", "trl==1.8.0", "1.9.0"),
+        ("refused-by-deepspeed", zero(fp16={"enabled": True, "min_loss_scale": 0}), "deepspeed==0.19.2", "0.19.3"),
+        ("refused-by-deepspeed", zero(fp16={"enabled": True, "loss_scale": -1}), "deepspeed==0.18.7", "0.18.8"),
+    ],
+)  # fmt: skip
+def test_a_rule_holds_from_the_version_in_which_its_library_began(
+    rule: str, file: str, old: str, new: str, tmp_path: Path
+) -> None:
+    name = "a.json" if file.startswith("{") else "a.yaml"
+    before = found(tmp_path, rule, {name: file, "requirements.txt": old})
+    library = old.partition("==")[0]
+    after = found(tmp_path, rule, {name: file, "requirements.txt": f"{library}=={new}"})
+    assert [each.level for each in before] == ["note"]
+    assert [each.level != "note" for each in after] == [True]
+
+
+@pytest.mark.parametrize(
+    ("rule", "files"),
+    [
+        ("precision-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: none\nmixed_precision: bf16\n"}),
+        ("precision-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: null\nmixed_precision: bf16\n"}),
+        ("key-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: none\n  zero_stage: 2\n"}),
+        # without quotes or with them it is refused for another reason
+        ("unquoted-no", {"a.yaml": f"{WITH_JSON}mixed_precision: no\n", "ds.json": zero()}),
+        ("starts-one-process", {"a.sh": "mpirun -np 4 accelerate launch --config_file a.yaml x.py --seed 1\n",
+                                "a.yaml": "distributed_type: MULTI_CPU\nnum_processes: 4\n"}),
+        ("uneven-processes", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 4\ngpu_ids: "0,1"\n'}),
+        ("uneven-processes", {"a.yaml": f"{DEEPSPEED}  deepspeed_inclusion_filter: a@b\nnum_machines: 3\n"}),
+        ("fsdp2-obsolete-key", {"a.yaml": f"{FSDP2}  fsdp_sync_module_states: false\n"}),
+        ("differs-from-json", {"a.yaml": f"{TRAINER}deepspeed: ds.json\nwarmup_steps: 0.03\n",
+                               "ds.json": zero(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}})}),
+        ("jit-checkpoint", {"a.sh": "torchrun --nproc_per_node 1 x.py --enable_jit_checkpoint --bf16 --do_train\n"}),
+        ("deepspeed-without-launcher", {"a.sh": "python x.py --deepspeed ds.json --bf16 --do_train --output_dir o\n",
+                                        "x.py": 'os.environ["RANK"] = "0"\nHfArgumentParser(TrainingArguments)\n'}),
+        ("refused-by-axolotl", {"a.yaml": f"{AXOLOTL}rl: kto\nremove_unused_columns: false\n"}),
+        ("refused-by-axolotl", {"a.yaml": f"{AXOLOTL}rl: kto\nskip_prepare_dataset: true\n"}),
+        ("not-exported", {"a.sh": "OMP_NUM_THREADS=4\nenv OMP_NUM_THREADS=$OMP torchrun x.py\n"}),
+        ("one-process-for-gpus", {"a.sh": "export CUDA_VISIBLE_DEVICES=0,1\n"
+                                  "CUDA_VISIBLE_DEVICES=0 swift sft --model a --deepspeed zero2\n"}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node $N x.py\n"}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=7 vllm serve & \\\n"
+                                      "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 x.py\n"}),
+        ("each-node-alone", {"a.sbatch": "#SBATCH --nodes=4\nsrun -w $NODE torchrun --nproc_per_node 8 x.py &\n"}),
+        ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
+                               "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\n"
+                              f"srun torchrun --nproc_per_node 1 --nnodes 8 {C10D} x.py\n"}),
+        ("no-head", {"a.sh": "accelerate launch --use_deepspeed --num_machines 2 x.py\n"}),
+        ("fixed-rendezvous-id", {"a.sbatch": f"{TWO_NODES}#SBATCH --requeue\nPORT=$((20000 + RANDOM % 999))\n"
+                                 f"srun torchrun --nnodes 2 {C10D} x.py\n"}),
+        ("refused-by-llama-factory", {"a.sh": "USE_RAY=1 CUDA_VISIBLE_DEVICES=0 llamafactory-cli train --stage sft "
+                                      "--deepspeed z.json\n"}),
+        ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
+        ("byte-order-mark", {"a.json": zero()}),
+    ],
+)  # fmt: skip
+def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[str, str], tmp_path: Path) -> None:
+    assert found(tmp_path, rule, files) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "part"),
+    [
+        ("block-not-in-force", {"a.sh": "accelerate launch --zero_stage 2 x.py\n"}, "the default file"),
+        ("signal-to-batch-shell", {"a.sbatch": f"{TWO_NODES}#SBATCH --signal=B:USR1@90\nsource traps.sh\n"
+                                   f"srun torchrun --nnodes 2 {C10D} x.py\n"}, "sourced file"),
+        ("not-exported", {"a.sbatch": "#SBATCH --nodes=1\nCUDA_VISIBLE_DEVICES=0\ntorchrun x.py\n"}, "already"),
+        ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun hostname\ntorchrun --nproc_per_node 8 x.py\n"},
+         "the first node alone"),
+        ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
+        ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
+        ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
+    rule: str, files: dict[str, str], part: str, tmp_path: Path
+) -> None:
+    assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
+
+
+def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:
+    findings = found(
+        tmp_path, "byte-order-mark", {"a.yaml": f"{TRAINER}deepspeed: a.json\n", "a.json": "\ufeff" + zero()}
+    )
+    assert [each.level for each in findings] == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "fix"),
+    [
+        ("starts-one-process", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 4\n'}, "MULTI_GPU"),
+        ("fsdp1-reshard-ignored", {"a.yaml": "distributed_type: FSDP\nfsdp_config: {reshard_after_forward: false}\n"},
+         "fsdp_version: 2"),
+        ("loading-without-sync", {"a.yaml": f"{FSDP2}  fsdp_sync_module_states: false\n"}, "remove it"),
+        ("precision-owned-by-json", {"a.yaml": f"{WITH_JSON}mixed_precision: bf16\n",
+                                     "ds.json": zero(bf16={"enabled": "auto"})}, "--mixed_precision bf16"),
+        ("precision-owned-by-json", {"a.yaml": f"{WITH_JSON}mixed_precision: bf16\n",
+                                     "ds.json": zero(fp16={"enabled": True})}, "fp16 from the JSON"),
+        ("key-owned-by-json", {"a.yaml": f"{WITH_JSON}  gradient_accumulation_steps: 8\n", "ds.json": zero()},
+         "the JSON's gradient_accumulation_steps"),
+        ("never-taken", {"a.yaml": 'distributed_type: MULTI_GPU\nenable_cpu_affinity: "yes"\n'}, "affinity`"),
+        ("batch-arithmetic", {"a.json": zero(train_batch_size=10, train_micro_batch_size_per_gpu=4), "x.py": OWN_LOOP,
+                              "setup.py": ""}, "a multiple"),
+        ("visible-devices-ignored", {"a.sh": "CUDA_VISIBLE_DEVICES=3 deepspeed --num_gpus 8 x.py\n"},
+         "no CUDA_VISIBLE_DEVICES, for 8"),
+        ("refused-by-trainer", {"a.yaml": f"{TRAINER}logging_steps: 0\n"}, "a number above 0"),
+        ("sharded-save-only-model", {"a.yaml": f"{TRAINER}save_only_model: true\nfsdp: true\n"
+                                     "fsdp_config: {state_dict_type: SHARDED_STATE_DICT}\n"}, "FULL_STATE_DICT"),
+        ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
+         "accelerate launch"),
+    ],
+)  # fmt: skip
+def test_a_fix_names_what_may_be_meant_and_leads_to_no_other_error(
+    rule: str, files: dict[str, str], fix: str, tmp_path: Path
+) -> None:
+    assert [fix in each.fix for each in found(tmp_path, rule, files)] == [True]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.yaml": f"{WITH_JSON}  gradient_accumulation_steps: 8\n", "ds.json": zero()},  # the number would be lost
+        {"a.yaml": f"{WITH_JSON}mixed_precision: no\n", "ds.json": zero()},
+        {"a.yaml": f"{TRL}beta: 0.1\nuse_peft: true\nprecompute_ref_log_probs: true\n"},  # saves time in more epochs
+        {"a.json": zero(train_batch_size=10, train_micro_batch_size_per_gpu=4), "x.py": OWN_LOOP, "setup.py": ""},
+    ],
+)
+def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tmp_path: Path) -> None:
+    name = next(iter(files))
+    found(tmp_path, "", files)
+    assert fixed_text(tmp_path / name) == files[name]
