@@ -83,16 +83,9 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         draft.report("max_length", None, draft.dialect.reason("max_length"))
     _take_lora(draft)
     _take_data(draft)
-    # The default of the loss depends on the data: trainer/sft_config.py.
-    for key in ("assistant_only_loss", "completion_only_loss"):
-        if draft.is_on(key):
-            draft.assign("loss_on", "assistant", key)
+    draft.translate()
     if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
         draft.assign("loss_on", "all", "completion_only_loss")
-    draft.set_defaults({"loss_on": "all"})
-    draft.take_checkpointing_options()
-    draft.take_warmup()
-    draft.translate()
     draft.set_defaults(draft.dialect.defaults)
     return draft.finish(preset=_take_launch(draft, file))
 
@@ -109,12 +102,6 @@ def _take_lora(draft: Draft) -> None:
     draft.set_defaults(defaults)
     if draft.is_on("load_in_4bit"):
         draft.move("load_in_4bit")
-    for key in draft.among(*fields):  # flags: text for a switch, and for a list of one name
-        value, is_on = draft.get(key), draft.get(key) not in (False, "false")
-        if key.startswith("use_"):
-            draft.left[key] = is_on
-        elif is_on:
-            draft.left[key] = value if isinstance(value, list) else [value]
     draft.take_lora_config()
 
 
