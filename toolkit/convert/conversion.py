@@ -92,7 +92,7 @@ def recognising(*files: str) -> Iterator[None]:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
                 program = program_of(values := read_configuration(Path(file)))
-                if program in plan_table()["unread"]:
+                if program is not None and program in plan_table()["unread"]:
                     error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
                 elif program is not None:
                     tool = program_schema(program).tool

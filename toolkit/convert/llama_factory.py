@@ -119,8 +119,6 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     info_path = find_file(f"{folder}/dataset_info.json", file)
     info = {} if info_path is None else read_configuration(info_path)
     shares = names_in(draft.get("interleave_probs", "")) if key == "dataset" else []
-    for share in shares:
-        check_type("interleave_probs", share, "float")
     found: list[sources.NamedData] = []
     for number, name in enumerate(names):
         data: sources.NamedData | str = (
@@ -133,8 +131,9 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         if isinstance(data, str):
             draft.report(key, name, data)
         else:
-            weight = float(shares[number]) if len(shares) == len(names) else None
-            found.append(data._replace(weight=(weight, "interleave_probs")))
+            share = shares[number] if len(shares) == len(names) else None
+            check_type("interleave_probs", share, "float | None")
+            found.append(data._replace(weight=(float(share) if share else None, "interleave_probs")))
     sources.set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
