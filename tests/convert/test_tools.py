@@ -286,6 +286,8 @@ CASES = [
     Case(f"accelerate launch --use_fsdp --fsdp_offload_params true sft.py {SFT}", "fsdp2_cpu_offload"),
     Case("trl sft --config sft.yaml --learning_rate 3e-4",
          arguments={"dataset": "of/yaml", "learning_rate": 3e-4}),  # flags win over the YAML
+    Case(f"# sft, with words in an array\nA=({SFT})\nA+=(--learning_rate 3e-4)\ntrl sft \"${{A[@]}}\" | tee log",
+         arguments={"dataset": "c/d", "learning_rate": 3e-4}),
     # the loss is on the same tokens
     Case(f"trl sft {SFT}", arguments={"loss_on": "all"}, notes={"loss_on": "TRL's default for conversations"}),
     Case(f"trl sft {SFT} --assistant_only_loss", arguments={"loss_on": "assistant"}),

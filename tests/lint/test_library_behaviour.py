@@ -19,9 +19,9 @@ from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
 from refused_arguments import BF16_STATES, REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
 
+from toolkit.convert.job_script import launcher_tables, read_script
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
-from toolkit.lint.job_script import launcher_tables, read_script
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.conditions import DPO_KEYS
 from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS

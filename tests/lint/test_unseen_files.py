@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.convert.job_script import read_script
 from toolkit.errors import ToolkitError
 from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
-from toolkit.lint.job_script import read_script
 from toolkit.lint.named_files import forget_projects, pinned_below, project_files, project_source
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"

@@ -130,7 +130,7 @@ def test_fp8_of_a_file_is_planned_by_torchao(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["many", 1, 16.5])
 def test_blocks_of_no_size_are_refused_by_name(tmp_path: Path, size: object) -> None:
     (tmp_path / "l.yaml").write_text(f"{LLAMA_FACTORY.replace(': lora', ': oft')}oft_block_size: {size}\n")
-    with pytest.raises(ToolkitError, match=f"oft_block_size is '?{size}'?, expected a whole number of 2 or more"):
+    with pytest.raises(ToolkitError, match=f"oft_block_size is '?{size}'?, expected (a whole number|2 or more)"):
         configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=())
 
 

@@ -75,8 +75,8 @@ def test_model_states_are_16_bytes_per_parameter_and_replicas_share_12_of_them(s
 def test_activations_grow_with_the_micro_batches_in_flight(shape: ModelShape) -> None:
     model = staged(shape)
     gpipe, one_f_one_b = (model.stage_memory(model.simulate(schedule, FOUR)) for schedule in ("gpipe", "1f1b"))
-    each = one_f_one_b[1].held_bytes - one_f_one_b[2].held_bytes  # 3 and 2 in flight
-    assert gpipe[1].held_bytes - one_f_one_b[1].held_bytes == 5 * each > 0
+    each = one_f_one_b[1].activation_bytes - one_f_one_b[2].activation_bytes  # 3 and 2 in flight
+    assert gpipe[1].activation_bytes - one_f_one_b[1].activation_bytes == 5 * each > 0
     assert gpipe[0].peak_bytes > one_f_one_b[0].peak_bytes  # 8 and 4 micro-batches
 
 

@@ -1,1 +1,1 @@
-"""Configurations of TRL, axolotl and LLaMA-Factory as a preset and training arguments, without importing the tools."""
+"""Configurations and commands of TRL, axolotl and LLaMA-Factory as a preset and arguments, without importing them."""

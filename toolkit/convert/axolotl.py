@@ -100,9 +100,6 @@ def _take_optimization(draft: Draft) -> None:
         draft.assign("activation_checkpointing", True, "gradient_checkpointing")
         if mode in ("offload", "offload_disk") or draft.get("activation_offloading"):
             draft.assign("activation_checkpointing_offload", True, "activation_offloading")
-        draft.take_checkpointing_options()
-    if draft.get("torch_compile"):
-        draft.assign("torch_compile", True, "torch_compile")
     if draft.get("optimizer") == MUON:
         note = "torch's, with updates of AdamW's size; axolotl's is in a package of its own, with a scale of its own"
         draft.move("optimizer", "optim", note=note)

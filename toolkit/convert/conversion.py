@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
-from toolkit.convert.draft import PRESET, TABLES, Conversion
+from toolkit.convert.draft import PRESET, Conversion, plan_table
 from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
@@ -67,19 +66,12 @@ def read_settings(
     raise ToolkitError(f"{path} is not recognised", hint=hint)
 
 
-@functools.cache
-def _flags_of_unread() -> dict[str, dict[str, str]]:
-    """Settings of programs whose files are not read, and the flags of `toolkit plan` that say the same."""
-    flags: dict[str, dict[str, str]] = read_configuration(TABLES / "plan.yaml")["unread"]
-    return flags
-
-
 def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
     """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
     words = ["toolkit plan MODEL"]
     if program == TORCHTUNE:
         words.append("--loss chunked_output")
-    for key, flag in _flags_of_unread()[program].items():
+    for key, flag in plan_table()["unread"][program].items():
         value: Any = values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -100,7 +92,7 @@ def recognising(*files: str) -> Iterator[None]:
         for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
             with contextlib.suppress(ToolkitError):
                 program = program_of(values := read_configuration(Path(file)))
-                if program in _flags_of_unread():
+                if program is not None and program in plan_table()["unread"]:
                     error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
                 elif program is not None:
                     tool = program_schema(program).tool

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from toolkit.presets.support import check_supported, reasons
 PRESET = "--preset"
 NUM_PROCESSES = "--num-processes"
 TABLES = Path(__file__).parent / "tables"
+LISTS_OF_NAMES = ("modules_to_save", "target_parameters")  # of peft's LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +114,12 @@ def load_dialect(name: str) -> Dialect:
     return Dialect(**table)
 
 
+@functools.cache
+def plan_table() -> dict[str, Any]:
+    """Return what `toolkit plan` does with settings that it does not use itself, as tables/plan.yaml says it."""
+    return read_configuration(TABLES / "plan.yaml")
+
+
 class Draft:
     """The settings that are still to be converted (`fsdp_config.offload_params`), and what became of the others.
 
@@ -144,9 +152,8 @@ class Draft:
     def number(self, key: str, default: float) -> float:
         """Return a setting that is left as a number. Raises ToolkitError if it is something else."""
         value = self.left.get(key, default)
-        parsed = _parsed(value) if isinstance(value, str) else value
-        check_type(key, parsed, "float")
-        return float(parsed)
+        check_type(key, value, "float")
+        return float(value)
 
     def nested(self, prefix: str) -> dict[str, Any]:
         """Return the settings below a prefix that are left, by their names there."""
@@ -232,8 +239,16 @@ class Draft:
     # -- rules that tools share
 
     def translate(self) -> None:
-        """Use every setting that the dialect's table decides alone."""
-        table = self.dialect
+        """Use every setting that the dialect's table decides alone, and those that transformers reads together."""
+        table, options = self.dialect, self.get("gradient_checkpointing_kwargs")
+        if self.get("warmup_steps") and self.get("warmup_ratio"):
+            self.leave_out("warmup_ratio", reason="warmup_steps is set")
+        else:
+            self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
+        if options == {"use_reentrant": False}:
+            self.drop("gradient_checkpointing_kwargs")
+        elif isinstance(options, dict) and not options.get("use_reentrant"):  # reentrant ones are listed
+            self.move("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
         for key, value in list(self.left.items()):
             values = table.redundant.get(key, table.redundant.get(key.rpartition(".")[2], ()))
             if values == "any" or value in values:
@@ -254,24 +269,15 @@ class Draft:
 
     def take_lora_config(self) -> None:
         """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""
-        named = {key: name for key, name in self.dialect.lora_config.items() if self.get(key) not in (None, False, [])}
-        if named:
-            self.assign("lora_config", {name: self.get(key) for key, name in named.items()}, *named)
-
-    def take_warmup(self) -> None:
-        """Use the one of `warmup_steps` and `warmup_ratio` that counts, as transformers decides it."""
-        if self.get("warmup_steps") and self.get("warmup_ratio"):
-            self.leave_out("warmup_ratio", reason="warmup_steps is set")
-        else:
-            self.drop("warmup_steps" if self.get("warmup_ratio") else "warmup_ratio")
-
-    def take_checkpointing_options(self) -> None:
-        """Use the options of activation checkpointing; reentrant recomputation is listed, as it is off here."""
-        options = self.get("gradient_checkpointing_kwargs")
-        if options == {"use_reentrant": False}:
-            self.drop("gradient_checkpointing_kwargs")
-        elif isinstance(options, dict) and not options.get("use_reentrant"):
-            self.move("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+        config: dict[str, Any] = {}
+        for key, name in self.dialect.lora_config.items():
+            value = self.get(key)
+            if value not in (None, False, [], "false"):
+                named = names_in(value) if name in LISTS_OF_NAMES else value
+                config[name] = True if is_true(value) else named
+                self.use(key, by="lora_config")
+        if config:
+            self.assign("lora_config", config)
 
     def finish(self, *, preset: str) -> Conversion:
         """Account for the settings that are left, and for arguments that the preset does not support."""
@@ -318,6 +324,12 @@ def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Coll
     return flat
 
 
+def names_in(value: Any) -> list[str]:
+    """Return the names in a list, or in text with commas between them."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
 def block_of(values: Mapping[str, Any], key: str, source: object) -> dict[str, Any]:
     """Return a nested mapping, empty where it is missing. Raises ToolkitError for any other type."""
     value = values.get(key) or {}
@@ -339,7 +351,9 @@ def typed(argument: str, value: Any) -> Any:
     if kinds == {"list[str]"}:
         value = [value] if isinstance(value, str) and argument != "dataset" else value
     elif isinstance(value, str) and "str" not in kinds:
-        value = _parsed(value)
+        with contextlib.suppress(ValueError, ToolkitError):
+            parsed = parse_yaml(value, "the value")
+            value = float(value) if parsed is None or isinstance(parsed, str) else parsed
     elif value is False and argument.endswith("_strategy"):
         value = "no"  # as YAML reads an unquoted `no`
     elif type(value) in (int, float) and annotation.startswith("str"):
@@ -350,12 +364,3 @@ def typed(argument: str, value: Any) -> Any:
         raise ToolkitError(f"{argument} is {shown(value)}, expected a value without keys")
     check_type(argument, value, annotation)
     return value
-
-
-def _parsed(text: str) -> Any:
-    """A flag's value as YAML reads it; PyYAML takes `2e-5`, which has no point, as a string."""
-    try:
-        value = parse_yaml(text, "the value")
-        return float(text) if value is None or isinstance(value, str) else value
-    except (ValueError, ToolkitError):
-        return text

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert import sources
-from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
+from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect, names_in
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, unexpected
 from toolkit.files.paths import find_file
 from toolkit.job.argument_aliases import HINTS
+from toolkit.job.argument_values import check_type
 
 # LLaMA-Factory's columns, and the fields of our formats; without a response the prompt is text to go on from.
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
@@ -49,7 +50,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         draft.assign("load_in_4bit", True, "quantization_bit")
         draft.drop("quantization_method", "quantization_type")
     draft.leave_out("quantization_bit", reason=dialect.reason("quantization_bit"))
-    draft.take_checkpointing_options()
     _take_packing(draft)
     for key in ("dataset", "eval_dataset"):
         _take_named_data(draft, file, key)
@@ -61,7 +61,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         source = listed or file
         paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
         sources.set_datasets(draft, [sources.NamedData(path, ("train_dataset",)) for path in paths if path is not None])
-    draft.take_warmup()
     draft.translate()
     draft.set_defaults(dialect.defaults)
     if values.get("enable_activation_checkpointing", True):  # v1's; disable_gradient_checkpointing is assigned
@@ -89,17 +88,11 @@ def _take_lora(draft: Draft) -> None:
     draft.move_known(["lora_rank", "lora_target"])
     draft.default("lora_r", 8)  # finetuning_args.py: lora_rank; alpha is twice the rank, as here
     draft.use("finetuning_type", "peft_config.name", by="lora_r")
-    fields: dict[str, Any] = {key: True for key in ("use_dora", "use_rslora") if draft.is_on(key)}
-    keys = list(fields)
-    if draft.get("additional_target"):
-        fields["modules_to_save"] = _names(draft.get("additional_target"))
-        keys.append("additional_target")
     if draft.is_on("pissa_init"):
         iterations = int(draft.number("pissa_iter", 16))
-        fields["init_lora_weights"] = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
-        keys += ["pissa_init", "pissa_iter"]
-    if fields:
-        draft.assign("lora_config", fields, *keys)
+        draft.left["pissa_init"] = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
+        draft.use("pissa_iter", by="lora_config")
+    draft.take_lora_config()
 
 
 def _take_packing(draft: Draft) -> None:
@@ -119,13 +112,13 @@ def _take_packing(draft: Draft) -> None:
 
 def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     """Look the names up in dataset_info.json, as LLaMA-Factory does (data/parser.py)."""
-    names = _names(draft.get(key, ""))
+    names = names_in(draft.get(key, ""))
     if not names:
         return
     folder = str(draft.get("dataset_dir", "data"))
     info_path = find_file(f"{folder}/dataset_info.json", file)
     info = {} if info_path is None else read_configuration(info_path)
-    shares = _names(draft.get("interleave_probs", "")) if key == "dataset" else []
+    shares = names_in(draft.get("interleave_probs", "")) if key == "dataset" else []
     found: list[sources.NamedData] = []
     for number, name in enumerate(names):
         data: sources.NamedData | str = (
@@ -138,19 +131,13 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
         if isinstance(data, str):
             draft.report(key, name, data)
         else:
-            weight = _share(shares[number]) if len(shares) == len(names) else None
-            found.append(data._replace(weight=(weight, "interleave_probs")))
+            share = shares[number] if len(shares) == len(names) else None
+            check_type("interleave_probs", share, "float | None")
+            found.append(data._replace(weight=(float(share) if share else None, "interleave_probs")))
     sources.set_datasets(draft, found, key, weights_note=draft.dialect.notes["interleave_probs"])
     draft.left.pop(key, None)
     if info_path is not None and key == "dataset":
         draft.use("dataset_dir", by="dataset")
-
-
-def _share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ToolkitError(f"interleave_probs has {shown(text)}, expected a number") from None
 
 
 def _entry(name: str, info: Mapping[str, Any], info_path: Path, key: str) -> sources.NamedData | str:
@@ -192,8 +179,3 @@ def _text(values: Mapping[str, Any], key: str, source: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise unexpected(source, key, value, "text")
     return value
-
-
-def _names(value: Any) -> list[str]:
-    parts = value if isinstance(value, list) else str(value).split(",")
-    return [str(part).strip() for part in parts if str(part).strip()]

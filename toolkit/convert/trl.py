@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import re
-import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.convert import sources
 from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
+from toolkit.convert.job_script import LauncherCall, read_calls
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import find_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
-# The end of a command's words: a pipe, a redirection, the next command.
-_END = re.compile(r"(?:\d?>.*|\|.*|;|&&?|<)$")
-_ASSIGNED = re.compile(
-    r"^[ \t]*(?:export[ \t]+)?(\w+)=(\"[^\"$`\n]*\"|'[^'\n]*'|[^\s\"'$`;&|()]+)[ \t]*(?:#.*)?$", re.MULTILINE
-)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-SCRIPTS = ("sft.py", "trl.scripts.sft")
-OTHER_COMMANDS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo")
 # `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
 ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
 OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
@@ -32,77 +21,49 @@ ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsd
 
 
 def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of a `trl sft ...` or `accelerate launch ... sft.py ...` command, and of its `--config`.
+    """Return the settings of the first command that trains with TRL or ms-swift, above those of its `--config`.
 
-    A command for one of `methods` has that as its `method`. Raises ToolkitError if there is no such command.
+    A command for one of `methods` has that as its `method`, and one of ms-swift that as its `program`. Raises
+    ToolkitError if there is no such command.
     """
-    scripts = (*SCRIPTS, *(script for method in methods for script in (f"{method}.py", f"trl.scripts.{method}")))
-    for line in _with_variables(text.replace("\\\n", " ")).splitlines():
-        with contextlib.suppress(ValueError):  # an open quote: text that is not this command
-            words = (
-                shlex.split(line, comments=True) if any(name in line for name in ("trl", "swift ", *scripts)) else []
-            )
-            words = list(itertools.takewhile(lambda word: not _END.match(word), words))
-            if (flags := _training_flags(words, path, scripts, methods)) is not None:
-                return _settings(flags, path)
+    for call in read_calls(text):
+        decided = _decided(call, ("sft", *methods), path)
+        if decided is not None:
+            flags = {**call.options, **{name: value for name, (value, _) in call.arguments.items()}}
+            settings = decided | {
+                name.replace("-", "_"): True if value is None else value for name, value in flags.items()
+            }
+            return _with_file(settings, path)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
 
 
-def _with_variables(text: str) -> str:
-    """Put in what the script itself assigns to a variable, once and without an expansion."""
-    found = _ASSIGNED.findall(text)
-    names = [name for name, _ in found]
-    values = {name: value.strip("\"'") for name, value in found if names.count(name) == 1}
-    return _VARIABLE.sub(lambda each: values.get(each[1] or each[2], each[0]), text)
-
-
-def _training_flags(
-    words: Sequence[str], path: Path, scripts: Collection[str], methods: Collection[str]
-) -> list[str] | None:
-    """The flags of a command line, those of its launcher first; None if it does not train with TRL."""
-    names = [Path(word).name for word in words]
-    at = names.index("swift") + 1 if "swift" in names else 0
-    if at and names[at : at + 1] in (["sft"], ["pt"], ["rlhf"]):
-        file = ["--config"] if "".join(words[at + 1 : at + 2]).endswith(CONFIG_SUFFIXES) else []
-        return ["--program=ms-swift", *file, *words[at + 1 :]]
-    if "trl" in names:
-        start = names.index("trl") + 2
-        command = "".join(names[start - 1 : start])
-        if command in ("sft", *methods):
-            return [*_method_flag(command), *words[start:]]
-        if command in OTHER_COMMANDS:
+def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[str, Any] | None:
+    """What the words in front of a command's flags say; None if it does not train with TRL or ms-swift."""
+    script = call.script or ""
+    if call.tool == "swift":
+        file = next((word for word in call.words[:1] if word.endswith(CONFIG_SUFFIXES)), None)
+        return {"program": "ms-swift"} | ({"config": file} if file else {})
+    if call.tool == "trl":
+        method = script.removeprefix("trl ")
+        if method not in methods:
             hint = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
-            raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=hint)
-    script = next((number for number, name in enumerate(names) if name in scripts), None)
-    if script is None:
-        return None
-    launcher = next((number for number, name in enumerate(names) if name in ("launch", "torchrun", "run")), script)
-    method = _method_flag(names[script].removesuffix(".py").rpartition(".")[2])
-    pinned = [f"--pinned_trl={OPEN_R1}"] if "open_r1" in words[script] else []
-    return [*method, *pinned, *(word for word in words[launcher + 1 : script] if word != "-m"), *words[script + 1 :]]
+            raise ToolkitError(f"{path} is for `{script}`, not supervised fine-tuning", hint=hint)
+    else:
+        name = Path(script).name
+        method = name.removesuffix(".py").removeprefix("trl.scripts.")
+        if method == name or method not in methods:
+            return None
+    pinned = {"pinned_trl": OPEN_R1} if "open_r1" in script else {}
+    return pinned | ({} if method == "sft" else {"method": method})
 
 
-def _method_flag(method: str) -> list[str]:
-    return [] if method == "sft" else [f"--method={method}"]
-
-
-def _settings(flags: Sequence[str], path: Path) -> dict[str, Any]:
-    """The settings of flags, and of the YAML that `--config` names; flags win."""
-    given: dict[str, list[str]] = {}
-    values: list[str] = []
-    for word in flags:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            values = given[name.replace("-", "_")] = [value] if equals else []
-        else:
-            values.append(word)
-    settings: dict[str, Any] = {
-        name: True if not values else values[0] if len(values) == 1 else values for name, values in given.items()
-    }
+def _with_file(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of flags, above those of the YAML that `--config` names."""
     for name in ("nproc_per_node", "num_processes"):  # a variable that the script does not assign: it is not known
         if str(settings.get(name)).startswith("$"):
             del settings[name]
+    settings.pop("m", None)  # of `python -m`
     named = settings.pop("config", None)
     if named is None:
         return settings
@@ -122,16 +83,9 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         draft.report("max_length", None, draft.dialect.reason("max_length"))
     _take_lora(draft)
     _take_data(draft)
-    # The default of the loss depends on the data: trainer/sft_config.py.
-    for key in ("assistant_only_loss", "completion_only_loss"):
-        if draft.is_on(key):
-            draft.assign("loss_on", "assistant", key)
+    draft.translate()
     if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
         draft.assign("loss_on", "all", "completion_only_loss")
-    draft.set_defaults({"loss_on": "all"})
-    draft.take_checkpointing_options()
-    draft.take_warmup()
-    draft.translate()
     draft.set_defaults(draft.dialect.defaults)
     return draft.finish(preset=_take_launch(draft, file))
 
@@ -148,12 +102,6 @@ def _take_lora(draft: Draft) -> None:
     draft.set_defaults(defaults)
     if draft.is_on("load_in_4bit"):
         draft.move("load_in_4bit")
-    for key in draft.among(*fields):  # flags: text for a switch, and for a list of one name
-        value, is_on = draft.get(key), draft.get(key) not in (False, "false")
-        if key.startswith("use_"):
-            draft.left[key] = is_on
-        elif is_on:
-            draft.left[key] = value if isinstance(value, list) else [value]
     draft.take_lora_config()
 
 

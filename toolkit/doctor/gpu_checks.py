@@ -38,10 +38,6 @@ FABRIC = "systemctl restart nvidia-fabricmanager   (of the driver's version), th
 SOME_GPUS = "SLURM: --gpus-per-node; docker run --gpus all"
 
 
-def _is_below(value: float | None, normal: float | None) -> bool:
-    return value is not None and normal is not None and value < normal * (1 - LIMIT_TOLERANCE)
-
-
 @node_check(f"{DEBUG_GUIDE}#how-to-detect-if-a-node-is-missing-gpus")
 def gpu_count(node: NodeReadings, outcome: Outcome) -> None:
     """GPUs on the PCI bus, with the driver, and listed to this process."""
@@ -152,7 +148,7 @@ def gpu_clocks(node: NodeReadings, outcome: Outcome) -> None:
         if reasons:
             level = ERROR if any(reason.startswith("hardware") for reason in reasons) else WARNING
             add(level, "its clocks are reduced", f"{', '.join(reasons)}, at {celsius} °C", "no reason", COOLING)
-        if _is_below(limit, default):
+        if limit is not None and default is not None and limit < default * (1 - LIMIT_TOLERANCE):
             normal, fix = f"{default / 1000:g}", "nvidia-smi -i {index} -pl "
             add(WARNING, "the power limit is below its default", f"{watts:g} W", f"{normal} W", f"{fix}{normal}")
         if persistence == 0:

@@ -19,6 +19,15 @@ from typing import Any
 
 import yaml
 
+from toolkit.convert.job_script import (
+    EMPTY_SCRIPT,
+    PAIR,
+    PROGRAMS,
+    SCRIPT_SUFFIXES,
+    JobScript,
+    LauncherCall,
+    read_script,
+)
 from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schema, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
@@ -34,7 +43,6 @@ from toolkit.files.documents import (
 )
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_files import script_of
-from toolkit.lint.job_script import EMPTY_SCRIPT, PAIR, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
 from toolkit.lint.named_files import (
     MAX_PATH_LENGTH,
     asks_from,

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from toolkit.convert.job_script import JobScript, read_script
 from toolkit.files.documents import CONFIGURATION, LOADER, check_yaml
-from toolkit.lint.job_script import JobScript, read_script
 
 _KUBERNETES = re.compile(r"^apiVersion[ ]*:", re.MULTILINE)
 _JOB_FILE = re.compile(r"^(?:apiVersion|services|jobs)[ ]*:", re.MULTILINE)

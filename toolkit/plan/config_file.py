@@ -6,7 +6,6 @@ that names the option to give (convert/tables/plan.yaml).
 
 from __future__ import annotations
 
-import functools
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
-from toolkit.convert.draft import PRESET, TABLES, Conversion, block_of, load_dialect, typed
+from toolkit.convert.draft import PRESET, Conversion, block_of, load_dialect, plan_table, typed
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
 from toolkit.errors import ToolkitError, shown
@@ -22,7 +21,7 @@ from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
 from toolkit.job.argument_aliases import ALIASES, canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
-from toolkit.job.argument_values import check_type, is_true
+from toolkit.job.argument_values import Range, check_range, check_type, is_true
 from toolkit.job.job import Job
 from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
@@ -39,14 +38,7 @@ CHOSEN = ("accumulate", "activation_checkpointing", "loss")  # by `PlannedJob.of
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
 SWIFT = "ms-swift"
 SWIFT_KEYS = (
-    "tuner_type",
-    "train_type",
-    "lora_rank",
-    "quant_bits",
-    "quant_method",
-    "deepspeed",
-    "rlhf_type",
-    "adapter",
+    *("tuner_type", "train_type", "lora_rank", "quant_bits", "quant_method", "deepspeed", "rlhf_type", "adapter"),
 )
 SWIFT_WORDS = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2"}  # of attn_impl
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
@@ -249,21 +241,12 @@ def _with_low_rank(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _block_size(value: Any) -> int:
-    if not str(value).isdecimal() or int(value) < 2:
-        raise ToolkitError(
-            f"oft_block_size is {shown(value)}, expected a whole number of 2 or more",
-            hint="`oft_block_size: 32` is its default",
-        )
-    return int(value)
-
-
 def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: Collection[str]) -> _Source:
     """The settings of ms-swift in our words (convert/tables/plan.yaml); `tuner_type` and others have its defaults.
 
     Raises ToolkitError for a setting that decides the plan and has no word here, and for a file without a length.
     """
-    table: dict[str, str] = read_configuration(TABLES / "plan.yaml")[SWIFT]
+    table: dict[str, str] = plan_table()[SWIFT]
     values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | dict(values)
     tuner = str(values.get("tuner_type") or values.get("train_type") or "lora")
     bits = str(values.get("quant_bits") or "")
@@ -297,7 +280,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
     if "lora_r" in ours and not ours.get("load_in_4bit") and values.get("torch_dtype") == "float32":
         numerics["fp32_base"] = True
-    unused = [key for key in values if key not in table and _is_among(key, _tables()[1])]
+    unused = [key for key in values if key not in table and _is_listed(key)]
     return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics}, unused)
 
 
@@ -324,19 +307,17 @@ def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
     return method
 
 
-@functools.cache
-def _tables() -> tuple[dict[str, list[str]], list[str]]:
-    table = read_configuration(TABLES / "plan.yaml")
-    return table["decides"], table["listed"]
-
-
 def _is_among(key: str, names: Collection[str]) -> bool:
     last = key.partition("[")[0].rpartition(".")[2]
     return any(key.startswith(name[:-1]) if name[-1] == "*" else name in (key, last) for name in names)
 
 
+def _is_listed(key: str) -> bool:
+    return _is_among(key, plan_table()["listed"])
+
+
 def _option(key: str) -> str | None:
-    return next((option for option, names in _tables()[0].items() if _is_among(key, names)), None)
+    return next((option for option, names in plan_table()["decides"].items() if _is_among(key, names)), None)
 
 
 def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], given: Collection[str]) -> Iterator[str]:
@@ -371,7 +352,7 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
             yield f"{each.key} (without quantization_bit nothing is quantized)", None, ""  # model_utils/quantization.py
         elif option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
-        elif _is_among(each.key, _tables()[1]) and not is_off and each.has_effect and "CutCross" not in str(each.value):
+        elif each.has_effect and not is_off and _is_listed(each.key) and "CutCross" not in str(each.value):
             yield each.key, None, ""
 
 
@@ -397,7 +378,7 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
             yield name, "method", "all weights are planned as trained"
     with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
-        if value not in (None, False) and name not in with_options and _is_among(name, _tables()[1]):
+        if value not in (None, False) and name not in with_options and _is_listed(name):
             yield name, None, ""
     precision = _precision(source, job)
     if precision is not None:
@@ -433,30 +414,28 @@ def _held(source: _Source) -> str:
     return in_half
 
 
-def _in_8bit(source: _Source) -> bool:
-    values, conversion = source.values, source.conversion
-    bits = str(values.get("quantization_bit")) == "8" and values.get("quantization_method", "bnb") in ("bnb", "BNB")
-    has_adapters = conversion is not None and "lora_r" in conversion.arguments
-    return has_adapters and (bits or is_true(values.get("load_in_8bit") or False))
-
-
 def _numerics(source: _Source, job: Job, presets: Collection[str]) -> dict[str, Any]:
     """The numerics of the program that a file decides, as options of `toolkit plan`."""
-    found: dict[str, Any] = {"load_in_8bit": True} if _in_8bit(source) else {}
-    conversion, quantized = source.conversion, bool(found) or job.load_in_4bit
+    found: dict[str, Any] = {}
+    values, conversion = source.values, source.conversion
+    is_bnb = values.get("quantization_method", "bnb") in ("bnb", "BNB") and str(values.get("quantization_bit")) == "8"
+    if (is_bnb or is_true(values.get("load_in_8bit") or False)) and conversion and "lora_r" in conversion.arguments:
+        found["load_in_8bit"] = True
+    quantized = bool(found) or job.load_in_4bit
     if source.program == "trl" and job.lora_r is not None and not quantized:
         found["fp32_base"] = _held(source) == "float32"
-    if is_true(source.values.get("fp8") or False) and str(source.values.get("fp8_backend", "auto")) in FP8_BACKENDS:
+    if is_true(values.get("fp8") or False) and str(values.get("fp8_backend", "auto")) in FP8_BACKENDS:
         found["fp8"] = True
-    if job.load_in_4bit and "float" in str(source.values.get("bnb_4bit_quant_storage")):
+    if job.load_in_4bit and "float" in str(values.get("bnb_4bit_quant_storage")):
         found["sharded_4bit"] = True
     if job.load_in_4bit and source.program == "axolotl":
-        found["experts_in_4bit"] = is_true(source.values.get("quantize_moe_experts") or False)
+        found["experts_in_4bit"] = is_true(values.get("quantize_moe_experts") or False)
     # Its defaults (hparams/finetuning_args.py).
-    if source.program == "llama-factory" and source.values.get("finetuning_type") == "oft" and job.lora_r == 1:
-        found["oft_block_size"] = _block_size(source.values.get("oft_block_size") or 32)
-    if source.program == "llama-factory" and source.values.keys() & load_dialect(source.program).refused:
-        found["freeze_vision_tower"] = is_true(source.values.get("freeze_vision_tower", True))
+    if source.program == "llama-factory" and values.get("finetuning_type") == "oft" and job.lora_r == 1:
+        check_type("oft_block_size", block := values.get("oft_block_size") or 32, "int")
+        check_range("oft_block_size", found.setdefault("oft_block_size", int(block)), Range(lowest=2))
+    if source.program == "llama-factory" and values.keys() & load_dialect(source.program).refused:
+        found["freeze_vision_tower"] = is_true(values.get("freeze_vision_tower", True))
     is_known = conversion is not None and (source.program != "trl" or PRESET in conversion.converted.values())
     # DeepSpeed keeps fp32 masters, and FSDP2 raises what it shards to fp32 (accelerate, `fsdp2_prepare_model`).
     without_masters = is_known and source.method == SFT and {"ddp", "single"} & set(presets)

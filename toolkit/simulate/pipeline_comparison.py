@@ -11,7 +11,7 @@ stage 1 ..FFBBBBFFBBBB....
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
@@ -71,10 +71,8 @@ class SimulatedSchedule:
         }
         if memory is not None:
             row["step_seconds_range"] = list(self.step_seconds_range or ())
-            row["peak_bytes"] = [stage.peak_bytes for stage in memory]
-            row["state_bytes"] = [stage.state_bytes for stage in memory]
-            row["activation_bytes"] = [stage.held_bytes for stage in memory]
-            row["verdict"] = [stage.verdict for stage in memory]
+            by_stage = [asdict(stage) for stage in memory]
+            row |= {name: [stage[name] for stage in by_stage] for name in by_stage[0]}
         return row
 
 
@@ -255,7 +253,7 @@ def _stages_table(run: PipelineRun, stages: Sequence[StageMemory]) -> Table:
     numbers = ("micro-batches in flight", "model states", "activations", "peak")
     rows = []
     for stage, (in_flight, memory) in enumerate(zip(run.peak_micro_batches, stages, strict=True)):
-        sizes = (memory.state_bytes, memory.held_bytes, memory.peak_bytes)
+        sizes = (memory.state_bytes, memory.activation_bytes, memory.peak_bytes)
         cells = [Cell(text=f"{in_flight:g}", value=in_flight), *(Cell(text=gib(size), value=size) for size in sizes)]
         rows.append((text_cell(f"stage {stage}"), *cells, text_cell(memory.verdict.replace("_", " "))))
     headings = (text_heading("stage"), *(Heading(text=text) for text in numbers), text_heading("verdict"))

@@ -241,9 +241,11 @@ def simulate(
 
 
 def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> list[float]:
-    per_row = order.size.micro_batches
+    per_row, chunks = order.size.micro_batches, range(order.size.num_chunks)
     seconds = [chunk.by_kind()[kind] for kind in KINDS for chunk in times]
-    needs, delays = _dependencies(order.size, transfer_seconds)
+    # By kind and chunk, the way from an operation to the neighbour's that it needs: neighbours are on other stages.
+    needs = [step * per_row if chunk + step in chunks else 0 for step in (-1, 1) for chunk in chunks]
+    delay = transfer_seconds if order.size.stages > 1 else 0.0
     ends = [NOT_RUN] * (len(seconds) * per_row)
 
     def run(operations: Sequence[int]) -> Iterator[int]:
@@ -255,7 +257,7 @@ def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_se
                 needed = operation + needs[row]
                 if ends[needed] < 0:
                     yield needed
-                now = max(now, ends[needed] + delays[row])
+                now = max(now, ends[needed] + delay)
             now += seconds[row]
             ends[operation] = now
             if operation in waiting:
@@ -269,17 +271,3 @@ def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_se
             waiting[needed] = stage
     assert not waiting, f"{order.schedule} with {order.size} never ends"
     return ends
-
-
-def _dependencies(size: PipelineSize, transfer_seconds: float) -> tuple[list[int], list[float]]:
-    """By kind and chunk, the way from an operation to the neighbour's that it needs, and the delay."""
-    rows = len(KINDS) * size.num_chunks
-    needs, delays = [0] * rows, [0.0] * rows
-    for kind, step in ((FORWARD, -1), (BACKWARD, 1)):
-        for chunk in range(size.num_chunks):
-            neighbour = chunk + step
-            if 0 <= neighbour < size.num_chunks:
-                row = kind * size.num_chunks + chunk
-                needs[row] = step * size.micro_batches
-                delays[row] = transfer_seconds if size.stages > 1 else 0.0  # neighbours are on other stages
-    return needs, delays

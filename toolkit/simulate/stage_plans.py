@@ -56,7 +56,7 @@ class StageMemory:
 
     peak_bytes: int
     state_bytes: int  # weights, gradients and optimizer states; and the weights of a reference
-    held_bytes: int  # activations in the forward of the last micro-batch in flight, of all of them
+    activation_bytes: int  # those in the forward of the last micro-batch in flight, of all of them
     verdict: str
 
     @property
@@ -157,7 +157,7 @@ class StagedModel:
             peak, states = plan.planned_peak_bytes, plan.states.total_bytes + plan.peak.reference_bytes
             held = next(phase.activation_bytes for phase in plan.phases if phase.phase == "forward")
             verdict = fit_verdict(planned_peak_bytes=peak, exact_bytes=states, memory_bytes=self.gpu.memory_bytes)
-            stages.append(StageMemory(peak_bytes=peak, state_bytes=states, held_bytes=held, verdict=verdict))
+            stages.append(StageMemory(peak_bytes=peak, state_bytes=states, activation_bytes=held, verdict=verdict))
         return stages
 
     def _times(self, shape: ModelShape, end: int | None) -> ChunkTimes:
@@ -266,7 +266,7 @@ class PipelineLayout:
             "step_seconds": [self.step_seconds(0), self.step_seconds(1)],
             "planned_peak_bytes": [stage.peak_bytes for stage in self.memory],
             "state_bytes": [stage.state_bytes for stage in self.memory],
-            "activation_bytes": [stage.held_bytes for stage in self.memory],
+            "activation_bytes": [stage.activation_bytes for stage in self.memory],
         }
 
 
@@ -362,7 +362,7 @@ def layout_lines(layout: PipelineLayout, request: RecommendRequest, *, model: st
         f"{'stage':<8}{'in flight':>10}{'model states':>14}{'activations':>14}{'peak':>12}",
     ]
     for number, (in_flight, stage) in enumerate(zip(layout.run.peak_micro_batches, layout.memory, strict=True)):
-        sizes = f"{gib(stage.state_bytes):>14}{gib(stage.held_bytes):>14}{gib(stage.peak_bytes):>12}"
+        sizes = f"{gib(stage.state_bytes):>14}{gib(stage.activation_bytes):>14}{gib(stage.peak_bytes):>12}"
         lines.append(f"{number:<8}{in_flight:>10g}{sizes}")
     candidate, why_not = trained_pipeline(request)
     preset = f"Preset {TRAINED_PRESET}, which has neither tensor parallelism nor sharded optimizer states,"

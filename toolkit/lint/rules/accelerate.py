@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterator
 
+from toolkit.convert.job_script import launcher_tables
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.convert.job_script import launcher_tables
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
@@ -22,7 +23,6 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.named_files import find_named, source_of
 from toolkit.lint.rules.settings import (
     as_bool,

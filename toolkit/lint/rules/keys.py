@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from toolkit.convert.job_script import launcher_tables
 from toolkit.convert.programs import FOREIGN, OPEN_INSTRUCT, is_alike
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import launcher_tables
 from toolkit.lint.rules.programs import is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from toolkit.convert.job_script import DIRECTIVE_NAMES, JobScript, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import DIRECTIVE_NAMES, JobScript, LauncherCall
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.convert.job_script import PROGRAMS
 from toolkit.convert.programs import FOREIGN, ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import PROGRAMS
 from toolkit.lint.rules.settings import shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 

@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert.job_script import PYTHON
 from toolkit.convert.programs import FOREIGN
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.job_script import PYTHON
 from toolkit.lint.named_files import find_named, has_own_loop, project_source
 from toolkit.presets.preset import presets_root
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from toolkit.convert.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.lint.named_files import find_named, project_source, source_of
 from toolkit.lint.rules.settings import as_enum, as_int, shorten
 

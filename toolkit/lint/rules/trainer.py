@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 
+from toolkit.convert.job_script import LauncherCall
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_script import LauncherCall
 from toolkit.lint.rules.settings import (
     as_bool,
     as_enum,

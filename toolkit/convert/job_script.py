@@ -1,4 +1,4 @@
-"""A shell script that starts training, as far as the rules look at it: sbatch directives, launchers, quoting.
+"""A shell script that starts training, as far as we look at it: sbatch directives, launchers, quoting.
 
 >>> script = read_script("#SBATCH --nodes=2\\nsrun torchrun --nnodes=2 \\\\\\n  train.py --bf16\\n")
 >>> call = script.launches[0]
@@ -81,8 +81,8 @@ _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 
 @functools.cache
 def launcher_tables() -> Mapping[str, Any]:
-    """Return the options of launchers and the variables that libraries read, as `tables.yaml` lists them."""
-    return dict(yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8")))
+    """Return the options of launchers and the variables that libraries read, as `tables/launchers.yaml` lists them."""
+    return dict(yaml.safe_load((Path(__file__).parent / "tables" / "launchers.yaml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +182,12 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
         commands=commands,
         files=tuple((name, body, line + first_line - 1) for name, body, line in files),
     )
+
+
+def read_calls(text: str) -> Iterator[LauncherCall]:
+    """Yield every start of a program, by a launcher or by Python."""
+    breaks, *_ = _scan(text)
+    yield from _launches(text, tuple(itertools.pairwise([0, *breaks, len(text)])), 1)
 
 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:

@@ -9,10 +9,10 @@ import pytest
 from cluster_jobs import run_cluster, write_inputs
 from job_scripts import GOOD, TASK
 
+from toolkit.convert.job_script import read_script
 from toolkit.errors import ToolkitError
 from toolkit.lint.check import lint_paths
 from toolkit.lint.document import read_text
-from toolkit.lint.job_script import read_script
 
 
 def test_a_call_has_the_options_of_its_continued_lines_and_the_most_nodes_of_a_range_count() -> None:
