@@ -20,7 +20,7 @@ from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch import command
-from toolkit.launch.preflight import check_job, check_output, check_required
+from toolkit.launch.preflight import check_output, check_required, check_run, device_of
 from toolkit.launch.resume import TrainingRun
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import load_preset, preset_names
@@ -195,9 +195,16 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest, job = options.world_sizes[-1], Job.from_argv(argv)
     if options.check_files:
-        gpus, nodes, cpu = None if options.cpu else largest, options.max_nodes, options.cpu
-        checked = check_job(preset, job, num_processes=largest, cpu=cpu, gpus=gpus, nodes=nodes, starts=False)
-        return checked.warnings
+        run = TrainingRun(
+            preset=preset,
+            job=job,
+            num_processes=largest,
+            device=device_of(on_cpu=options.cpu, gpus=largest),
+            nodes=options.max_nodes,
+            is_here=options.cpu and options.max_nodes == 1,
+            starts=False,
+        )
+        return check_run(run).warnings
     return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
 
 
