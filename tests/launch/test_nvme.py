@@ -42,8 +42,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(path: Path | None, model: Path, preset: str = PRESET, **arguments: Any) -> nvme.NvmeDisk | None:
     given = {"model_name_or_path": str(model), **arguments}
     named = None if path is None else str(path)
-    run = TrainingRun(preset=load_preset(preset), job=Job.from_values(given), num_processes=2)
-    return nvme.check_nvme(run, named)
+    run = TrainingRun(preset=load_preset(preset), job=Job.from_values(given), num_processes=2, nvme_path=named)
+    return nvme.check_nvme(run)
 
 
 def no_direct_io(_path: Path) -> None:

@@ -8,18 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.answer import answer
 from toolkit.compare.build_results import at_price, build_results, unfinished_results
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
-from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
+from toolkit.compare.options import PRICES, CompareOptions, check_timed_steps
 from toolkit.compare.predictions import announcement, dry_run, dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
+from toolkit.compare.runner import Runner, find_largest_batches
 from toolkit.compare.specification import make_specification, open_comparison
 from toolkit.demo.assets import attribution
 from toolkit.doctor.ops import compile_for_run
@@ -46,23 +45,23 @@ TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over li
 
 def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
     """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
-    checked = check_comparison(options)
+    comparison = Runner(options=options, spec=make_specification(options))
+    checked, spec = check_comparison(comparison), comparison.spec
+    options, folder, price = checked.options, checked.folder, checked.options.price_per_gpu_hour
     if options.dry_run:
-        planned = dry_run(options, checked.spec, checked.unsupported)
-        text = dry_run_text(planned, checked.spec, options.price_per_gpu_hour)
-        return print(json.dumps(planned, indent=2) if as_json else text)
-    folder, price = options.output_dir, options.price_per_gpu_hour
-    open_comparison(folder, checked.spec, resume=options.resume)
+        planned = dry_run(options, spec, checked.unsupported)
+        return print(json.dumps(planned, indent=2) if as_json else dry_run_text(planned, spec, price))
+    open_comparison(folder, spec, resume=options.resume)
     checked.ledger.read()  # a damaged line is reported before anything starts
     with comparison_lock(folder):
         if options.on_cpu and options.cpu is None:  # a device that the user did not choose
             print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
             print_message("--price-per-gpu-hour has no effect: no GPU is used")
-        print_message(announcement(options, checked.spec, checked.unsupported))
-        for credit in filter(None, map(attribution, checked.spec.own_job.dataset if checked.spec.own_job else ())):
+        print_message(announcement(options, spec, checked.unsupported))
+        for credit in filter(None, map(attribution, spec.own_job.dataset if spec.own_job else ())):
             print_message(f"data: {credit}")
-        compile_for_run(map(checked.spec.preset, checked.spec.preset_sources), on_cpu=options.on_cpu)
+        compile_for_run(map(spec.preset, spec.preset_sources), on_cpu=options.on_cpu)
         try:
             with terminate_as_interrupt(), checked.progress:
                 runner = checked if options.find_max_batch is None else find_largest_batches(checked)
@@ -71,20 +70,16 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
         except KeyboardInterrupt:
             hint = f"`toolkit report {folder}` shows the finished trials; the same command with `--resume` resumes"
             raise RunFailed("stopped; finished trials are kept", hint=hint) from None
-        _publish(
-            build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder, as_json=as_json
-        )
+        results = build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price)
+        _publish(results, folder, as_json=as_json)
 
 
-def check_comparison(options: CompareOptions) -> Runner:
-    """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
-    trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
-    if trials > MAX_TRIALS:
-        raise ToolkitError(
-            f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
-            hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
-        )
-    spec = make_specification(options)
+def check_comparison(runner: Runner) -> Runner:
+    """Check everything that can be known before a trial, and return the comparison with what was found.
+
+    Raises ToolkitError for an invalid job.
+    """
+    options, spec = runner.options, runner.spec
     allocation, gpus = spec.allocation(), None if options.gpu is None else max(options.world_sizes)
     if allocation is not None and not spec.cpu:
         gpus = allocation.max_processes
@@ -99,6 +94,7 @@ def check_comparison(options: CompareOptions) -> Runner:
             nodes=nodes,
             is_here=gpus is None and nodes == 1,
             starts=not options.dry_run,
+            nvme_path=options.nvme_path,
         )
         for row in spec.rows()
     }
@@ -115,18 +111,9 @@ def check_comparison(options: CompareOptions) -> Runner:
         for job in (checked.job, *map(Job.from_argv, spec.extra_arguments.values())):
             refuse_arguments_of_comparison(job)
         check_timed_steps("--max_steps", checked.job.max_steps, untimed_steps=options.untimed_steps)
-        nvme = {
-            name: check_nvme(replace(checked, preset=preset), options.nvme_path) for name, preset in presets.items()
-        }
-    runs = len(supported) * (spec.repeats + bool(options.side_runs))
-    return Runner(
-        options=options,
-        spec=spec,
-        unsupported=unsupported,
-        nvme=nvme,
-        progress=ConsoleProgress(runs),
-        allocation=allocation,
-    )
+        nvme = {name: check_nvme(replace(checked, preset=preset)) for name, preset in presets.items()}
+    runner.progress.total = len(supported) * (spec.repeats + bool(options.side_runs))
+    return replace(runner, unsupported=unsupported, nvme=nvme, allocation=allocation)
 
 
 def unsupported_rows(
@@ -192,9 +179,5 @@ def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
         print((folder / RESULTS_FILE).read_text(), end="")
         print_message("\n".join(map(str, files)))
     else:
-        _print(console_table(results), answer(results.as_reported()).lines, files)
-
-
-def _print(table: Table, lines: list[str], files: list[Path]) -> None:
-    Console(width=max(Console().width, TABLE_COLUMNS)).print(table)
-    print("\n".join([*map(one_line, lines), *map(str, files)]))
+        Console(width=max(Console().width, TABLE_COLUMNS)).print(console_table(results))
+        print("\n".join([*map(one_line, answer(results.as_reported()).lines), *map(str, files)]))

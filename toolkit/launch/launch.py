@@ -44,7 +44,14 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.terminal import OutputFilter
-from toolkit.observe.script_file import bf16_switched_off, cannot_resume, check_script, check_script_preset, script_name
+from toolkit.observe.script_file import (
+    bf16_switched_off,
+    cannot_resume,
+    check_script,
+    check_script_preset,
+    check_trl_on_cpu,
+    script_name,
+)
 from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, restart_record, start_attempt
@@ -93,12 +100,13 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
         device=device_of(on_cpu=options.on_cpu, ranks_per_gpu=options.ranks_per_gpu, gpus=gpus),
         is_here=options.gpu is None,
         starts=not options.dry_run,
+        nvme_path=options.nvme_path,
     )
     if options.runs_script:
         return _prepare_script(options, run, on_message)
     run = check_run(run)
     check_output(run.job, run.preset.traits)
-    nvme = check_nvme(run, options.nvme_path)
+    nvme = check_nvme(run)
     checkpoint, converted = checkpoint_to_resume(run.job), None
     if checkpoint is not None:
         groups, batch = run.data_parallel_size, run.global_batch_size
@@ -122,13 +130,16 @@ def _prepare_script(options: TrainOptions, run: TrainingRun, on_message: Callabl
             f"warning: a restart of this script begins at step 0: {why}\n"
             "  hint: let it save its state and load it, or leave `--max-restarts` out"
         )
-    _check_trl_on_cpu(options)
+    if options.on_cpu:
+        check_trl_on_cpu(str(options.module), options.training_arguments)
     flag, wins = bf16_switched_off(options.training_arguments), preset.traits.launcher_decides_precision
     if flag is not None and wins and (precision := preset.mixed_precision) != "no":
         on_message(
             f"warning: `{flag}` has no effect: mixed precision is the preset's, {precision} under {preset.name!r}"
         )
-    folder = RunFolder(options.output_dir or _unused_folder(script_name(options.script, options.module)))
+    name = script_name(options.script, options.module)
+    path = options.output_dir or _unused_folder(name)
+    folder = RunFolder(path)
     folder.flag, folder.overwrite = "--output-dir", ""
     folder.check_free()
     check_start(folder, "resume" if options.resume else "never")
@@ -157,17 +168,6 @@ def _unused_folder(name: str) -> Path:
             check_start(folder)
             break
     return folder.path
-
-
-def _check_trl_on_cpu(options: TrainOptions) -> None:
-    """Raise ToolkitError for a script of TRL's in bf16, its default, which `TrainingArguments` refuses on a CPU."""
-    chosen = ("--bf16", "--no_bf16", "--fp16", "--use_cpu", "--config")
-    leaves_it = not any(word.startswith(chosen) for word in options.training_arguments)
-    if leaves_it and options.on_cpu and str(options.module).startswith("trl."):
-        raise ToolkitError(
-            f"{options.module} trains in bf16 unless it is told otherwise, which transformers refuses without a GPU",
-            hint="add `--bf16 false` after `--`, which trains in fp32",
-        )
 
 
 def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:

@@ -59,12 +59,12 @@ class NvmeDisk:
         return {"path": str(self.path), "filesystem": self.filesystem, **asdict(self.rates), **sizes}
 
 
-def check_nvme(run: TrainingRun, nvme_path: str | None) -> NvmeDisk | None:
+def check_nvme(run: TrainingRun) -> NvmeDisk | None:
     """Check the disk and measure its rates; None for a preset without NVMe offload.
 
     Raises ToolkitError for the first problem.
     """
-    path, on_cpu = nvme_path_of(run.preset, nvme_path), run.device.type == "cpu"
+    path, on_cpu = nvme_path_of(run.preset, run.nvme_path), run.device.type == "cpu"
     if path is None:
         return None
     check_folder(path)
