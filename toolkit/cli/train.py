@@ -81,7 +81,7 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def default_preset_of(options: TrainOptions) -> tuple[str, str]:
+def default_preset_of(options: TrainOptions | TuneOptions) -> tuple[str, str]:
     """Return the preset of a run that names none, and what it is the default for."""
     from toolkit.hardware.gpu_table import chosen_gpu
     from toolkit.plan.planner import default_preset
@@ -171,8 +171,7 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
         options = replace(options, training_arguments=words, config=None)
         preset = options.baseline or next(iter(options.preset), None)
         if preset is None:
-            same = ("num_processes", "cpu", "gpu", "dry_run", "script", "module", "training_arguments")
-            preset = default_preset_of(TrainOptions(**{name: getattr(options, name) for name in same}))[0]
+            preset = default_preset_of(options)[0]
         run_tune(options, preset, as_json=as_json)
 
 

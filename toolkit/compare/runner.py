@@ -121,8 +121,7 @@ class Runner:
 
     options: CompareOptions
     spec: ComparisonSpec
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Name of each row that does not run on this node, and the reason."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # name of each row that does not run here: the reason
     nvme: Mapping[str, NvmeDisk | None] = field(default_factory=dict)
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
     progress: ConsoleProgress = field(default_factory=ConsoleProgress)

@@ -25,13 +25,7 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.checkpoints import (
-    LATEST_WORDS,
-    Checkpoint,
-    Manifest,
-    latest_complete,
-    read_complete_checkpoint,
-)
+from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, Manifest, latest_complete, read_complete_checkpoint
 
 RESUME_FOLDER = ".resume"
 # What a launcher gives its ranks: a conversion is a process of its own.
