@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_records import aggregate_rows, comparison, trial
+from comparison_records import aggregate_rows, checked_comparison, comparison, trial
 from launching import SCRIPTS, read, toolkit
 from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.compare.build_results import build_results
-from toolkit.compare.commands import check_comparison
 from toolkit.compare.comparison_report import report_text
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import dry_run, dry_run_text
@@ -174,7 +173,7 @@ def test_a_script_or_a_preset_that_cannot_be_compared_is_refused_before_any_tria
     given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolkitError) as refused:
-        check_comparison(options(tmp_path, **given))
+        checked_comparison(options(tmp_path, **given))
     assert refused.value.message.startswith(message)
 
 
@@ -188,7 +187,7 @@ def test_a_dry_run_prints_the_observed_command_of_every_trial(tmp_path: Path) ->
         trial_minutes=2.0,
         training_arguments=("--beta", "0.1", "--hub_token", "hf_A1b2C3d4E5f6"),
     )
-    checked = check_comparison(given)
+    checked = checked_comparison(given)
     text = dry_run_text(dry_run(given, checked.spec, checked.unsupported), checked.spec, None)
     commands = [line for line in text.splitlines() if "toolkit.observe" in line]
     assert len(commands) == 6

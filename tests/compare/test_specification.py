@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_records import DDP, FSDP2_TP, comparison
+from comparison_records import DDP, FSDP2_TP, checked_comparison, comparison
 
-from toolkit.compare.commands import check_comparison
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import RowKey
 from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison, with_own_batches
@@ -155,7 +154,7 @@ def job(faq_alpaca: Path, tiny_model: Path) -> tuple[str, ...]:
 def test_a_mistake_in_a_variant_is_no_row_that_is_not_supported(job: tuple[str, ...]) -> None:
     for words, message in (("--optim nope", "--optim is 'nope'"), ("--dataset /nope.jsonl", "no such data file")):
         with pytest.raises(ToolkitError, match=message):
-            check_comparison(options(*job, variant=(f"mine=ddp {words}",)))
+            checked_comparison(options(*job, variant=(f"mine=ddp {words}",)))
 
 
 @pytest.mark.parametrize(
@@ -172,16 +171,16 @@ def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
 ) -> None:
     given = options(*job, *arguments, preset=presets, num_processes=("6",))
     if message is None:  # a row of its own says why: the other preset can run
-        assert check_comparison(given).unsupported.keys() == {"cp-n6"}
+        assert checked_comparison(given).unsupported.keys() == {"cp-n6"}
         return
     with pytest.raises(ToolkitError) as caught:
-        check_comparison(given)
+        checked_comparison(given)
     assert caught.value.message.startswith(message)
 
 
 def test_more_trials_than_a_day_has_time_for_are_refused(job: tuple[str, ...]) -> None:
     with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
-        check_comparison(options(*job, preset=("ddp", "zero2"), repeats=1000))
+        checked_comparison(options(*job, preset=("ddp", "zero2"), repeats=1000))
 
 
 # Options

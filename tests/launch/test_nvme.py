@@ -15,6 +15,7 @@ from toolkit.hardware import disks
 from toolkit.hardware.disks import Mount
 from toolkit.job.job import Job
 from toolkit.launch import nvme
+from toolkit.launch.resume import TrainingRun
 from toolkit.presets import load_preset
 
 PRESET = "zero3_nvme_offload"
@@ -41,7 +42,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(path: Path | None, model: Path, preset: str = PRESET, **arguments: Any) -> nvme.NvmeDisk | None:
     given = {"model_name_or_path": str(model), **arguments}
     named = None if path is None else str(path)
-    return nvme.check_nvme(load_preset(preset), nvme_path=named, job=Job.from_values(given), cpu=True)
+    run = TrainingRun(preset=load_preset(preset), job=Job.from_values(given), num_processes=2, nvme_path=named)
+    return nvme.check_nvme(run)
 
 
 def no_direct_io(_path: Path) -> None:

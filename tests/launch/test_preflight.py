@@ -14,6 +14,7 @@ from toolkit.job.job import Job
 from toolkit.launch import preflight
 from toolkit.launch.resume import TrainingRun
 from toolkit.presets import list_presets, load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.record.folder import write_json
 
 
@@ -37,7 +38,12 @@ def rows(tmp_path: Path) -> Path:
 
 def check(model: object, rows: object, *words: str, preset: str = "ddp", n: int = 2) -> TrainingRun:
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words]
-    return preflight.check_job(load_preset(preset), Job.from_argv(argv), num_processes=n, cpu=True)
+    return preflight.check_run(TrainingRun(preset=load_preset(preset), job=Job.from_argv(argv), num_processes=n))
+
+
+def check_processes(n: int, gpus: int | None, preset: PresetSpec, ranks_per_gpu: int = 1) -> None:
+    device = preflight.device_of(on_cpu=gpus is None, gpus=gpus, ranks_per_gpu=ranks_per_gpu)
+    preflight.check_process_count(TrainingRun(preset=preset, job=Job(), num_processes=n, device=device))
 
 
 def test_a_valid_job_passes_with_its_global_batch_size(model: Path, rows: Path) -> None:
@@ -60,7 +66,7 @@ def test_an_unsupported_number_of_processes_is_refused(
     preset: str, n: int, gpus: int | None, message: str, hint: str
 ) -> None:
     with pytest.raises(ToolkitError) as caught:
-        preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset))
+        check_processes(n, gpus, load_preset(preset))
     assert caught.value.message == message
     assert str(caught.value.hint).startswith(hint)
 
@@ -78,7 +84,7 @@ def test_ranks_that_cannot_share_a_gpu_are_refused(
     preset: str, n: int, gpus: int | None, ranks: int, message: str, hint: str
 ) -> None:
     with pytest.raises(ToolkitError) as refused:
-        preflight.check_process_count(n, gpus=gpus, preset=load_preset(preset), ranks_per_gpu=ranks)
+        check_processes(n, gpus, load_preset(preset), ranks)
     assert message in refused.value.message
     assert hint in str(refused.value.hint)
 
@@ -86,13 +92,13 @@ def test_ranks_that_cannot_share_a_gpu_are_refused(
 def test_as_many_ranks_as_the_gpus_take_pass_under_every_other_preset() -> None:
     for preset in list_presets():
         if preset.needs_gpu is None and preset.max_world_size is None:
-            preflight.check_process_count(8, gpus=2, preset=preset, ranks_per_gpu=4)
+            check_processes(8, 2, preset, 4)
 
 
 def test_a_job_without_a_model_or_data_is_refused(model: Path) -> None:
     for argv, missing in (([], "model_name_or_path"), (["--model_name_or_path", str(model)], "dataset")):
         with pytest.raises(ToolkitError, match=f"--{missing} is missing"):
-            preflight.check_job(load_preset("ddp"), Job.from_argv(argv), num_processes=2, cpu=True)
+            preflight.check_run(TrainingRun(preset=load_preset("ddp"), job=Job.from_argv(argv), num_processes=2))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_the_ranks_of_a_plain_launch_refuse_the_same(words: str, model: Path, ro
 
     argv = ["--model_name_or_path", str(model), "--dataset", str(rows), *words.split()]
     with pytest.raises(ToolkitError) as before:
-        preflight.check_job(load_preset("ddp"), Job.from_argv(argv), num_processes=1, cpu=True)
+        preflight.check_run(TrainingRun(preset=load_preset("ddp"), job=Job.from_argv(argv), num_processes=1))
     with pytest.raises(ToolkitError) as launched:
         parse_args([*argv, "--output_dir", str(tmp_path / "out")], LaunchContext.from_env())
     assert launched.value.message == before.value.message or "invalid choice" in launched.value.message

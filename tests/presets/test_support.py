@@ -16,6 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
 from toolkit.launch.preflight import check_process_count
+from toolkit.launch.resume import TrainingRun
 from toolkit.models.attention import read_model_attention
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
@@ -87,7 +88,8 @@ def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_siz
     method = Job(**degrees(preset), gradient_accumulation_steps=4)
     for size in WORLD_SIZES:
         expected = unsupported(preset, world_size=size) is None
-        assert works(lambda size=size: check_process_count(size, gpus=16, preset=preset)) is expected
+        run = TrainingRun(preset=preset, job=Job(), num_processes=size, device=Device(count=16))
+        assert works(lambda run=run: check_process_count(run)) is expected
         # degrees of 2 do not divide three processes, of which other degrees could be made
         trains = expected and unsupported(preset, method, world_size=size) is None
         assert planned(preset, size, job) is trains

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare.build_results import aggregate_trials
+from toolkit.compare.commands import check_comparison
 from toolkit.compare.ledger import LedgerRecord
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial
-from toolkit.compare.runner import ConsoleProgress, Runner
-from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy
+from toolkit.compare.runner import Runner
+from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy, make_specification
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
 from toolkit.plan.planned_job import PlannedJob
@@ -40,7 +41,11 @@ def comparison(*presets: str, **changes: Any) -> ComparisonSpec:
 
 def comparison_runner(spec: ComparisonSpec, folder: Path, **options: Any) -> Runner:
     given = CompareOptions(output_dir=folder, num_processes=("2",), cpu=True, **options)
-    return Runner(options=given, spec=spec, unsupported={}, nvme={}, progress=ConsoleProgress(0))
+    return Runner(options=given, spec=spec)
+
+
+def checked_comparison(options: CompareOptions) -> Runner:
+    return check_comparison(Runner(options=options, spec=make_specification(options)))
 
 
 def comparison_on_gpus(model: Path, **changes: Any) -> ComparisonSpec:

@@ -65,12 +65,12 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     if options.dry_run:
         for line in prepared.run.warnings:
             print_message(f"warning: {line}")
-        _plan(prepared)
+    plan = _plan(prepared)
+    if options.dry_run:
         print(json.dumps(prepared.as_row(), indent=2) if as_json else prepared.command.shown)
         rows = "" if options.runs_script else " (of rows up to 32 MiB of a file; their tokens, the ranks check)"
         print_message(f"every check passed{rows}; nothing was started")
         return
-    plan = _plan(prepared)
     compile_for_run([prepared.command.preset], on_cpu=options.on_cpu)
     with LiveLine(RunFolder(prepared.run.output_dir).timeline) as live:
         result = run_prepared(prepared, plan=plan, on_message=live.print)
@@ -81,7 +81,7 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     raise typer.Exit(result.exit_code)
 
 
-def default_preset_of(options: TrainOptions) -> tuple[str, str]:
+def default_preset_of(options: TrainOptions | TuneOptions) -> tuple[str, str]:
     """Return the preset of a run that names none, and what it is the default for."""
     from toolkit.hardware.gpu_table import chosen_gpu
     from toolkit.plan.planner import default_preset
@@ -110,9 +110,10 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
     if prepared.options.gpu is None:
         return plan_run_here(run.preset, run.job, world_size=size, say=print_message, ranks_per_gpu=shared)
     gpu = find_gpu(prepared.options.gpu)
+    plan = plan_run(run.preset, run.job, world_size=size, gpu=shared_gpu(gpu, shared))
     if shared > 1:
         check_ranks_fit(run.preset, run.job, world_size=size, gpu=gpu, ranks_per_gpu=shared)
-    print_message(plan_line(plan_run(run.preset, run.job, world_size=size, gpu=shared_gpu(gpu, shared))))
+    print_message(plan_line(plan))
     return None
 
 
@@ -170,8 +171,7 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
         options = replace(options, training_arguments=words, config=None)
         preset = options.baseline or next(iter(options.preset), None)
         if preset is None:
-            same = ("num_processes", "cpu", "gpu", "dry_run", "script", "module", "training_arguments")
-            preset = default_preset_of(TrainOptions(**{name: getattr(options, name) for name in same}))[0]
+            preset = default_preset_of(options)[0]
         run_tune(options, preset, as_json=as_json)
 
 

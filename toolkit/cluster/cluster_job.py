@@ -20,11 +20,10 @@ from toolkit.job.argument_reading import without_flags
 from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch import command
-from toolkit.launch.preflight import check_job, check_output, check_required
+from toolkit.launch.preflight import check_arguments_of, check_output, check_required, check_run, device_of
 from toolkit.launch.resume import TrainingRun
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import load_preset, preset_names
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
@@ -194,11 +193,16 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
 def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings of `toolkit train`'s checks on the most nodes; the GPUs need not be here."""
     largest, job = options.world_sizes[-1], Job.from_argv(argv)
-    if options.check_files:
-        gpus, nodes, cpu = None if options.cpu else largest, options.max_nodes, options.cpu
-        checked = check_job(preset, job, num_processes=largest, cpu=cpu, gpus=gpus, nodes=nodes, starts=False)
-        return checked.warnings
-    return tuple(check_arguments(job, preset, num_processes=largest, on_cpu=options.cpu, here=False))
+    run = TrainingRun(
+        preset=preset,
+        job=job,
+        num_processes=largest,
+        device=device_of(on_cpu=options.cpu, gpus=largest),
+        nodes=options.max_nodes,
+        is_here=options.check_files and options.cpu and options.max_nodes == 1,
+        starts=False,
+    )
+    return check_run(run).warnings if options.check_files else tuple(check_arguments_of(run))
 
 
 # -- the time of a save

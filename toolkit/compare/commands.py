@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.answer import answer
 from toolkit.compare.build_results import at_price, build_results, unfinished_results
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import comparison_lock
-from toolkit.compare.options import MAX_TRIALS, PRICES, CompareOptions, check_timed_steps
+from toolkit.compare.options import PRICES, CompareOptions, check_timed_steps
 from toolkit.compare.predictions import announcement, dry_run, dry_run_text
 from toolkit.compare.results import RESULTS_FILE, Results, load_results, results_file
 from toolkit.compare.rows import RowKey
-from toolkit.compare.runner import ConsoleProgress, Runner, find_largest_batches
-from toolkit.compare.specification import ComparisonSpec, make_specification, open_comparison
+from toolkit.compare.runner import Runner, find_largest_batches
+from toolkit.compare.specification import make_specification, open_comparison
 from toolkit.demo.assets import attribution
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import RunFailed, ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.hardware.gpu_table import common_gpu
-from toolkit.hardware.gpus import ON_CPU_MESSAGE, count_gpus, gpu_names
+from toolkit.hardware.gpus import ON_CPU_MESSAGE, gpu_names
 from toolkit.job.argument_values import check_range
 from toolkit.job.job import Job
 from toolkit.job.job_checks import check_values, refuse_arguments_of_comparison
 from toolkit.launch.nvme import NvmeDisk, check_nvme
-from toolkit.launch.preflight import check_job, check_libraries, check_process_count
+from toolkit.launch.preflight import check_arguments_of, check_libraries, check_process_count, check_run, device_of
 from toolkit.launch.process import terminate_as_interrupt
+from toolkit.launch.resume import TrainingRun
 from toolkit.observe.script_file import check_script_preset
 from toolkit.plan.planner import check_ranks_fit
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.support import check_degrees_given
 from toolkit.rehearse.rehearsal import refuse_rehearsals
 from toolkit.report.rendering import one_line
@@ -44,23 +45,23 @@ TABLE_COLUMNS = 100  # a narrower table would break presets and statuses over li
 
 def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
     """Run or resume a comparison and write its report. Raises ToolkitError, before any trial, for an invalid job."""
-    checked = check_comparison(options)
+    comparison = Runner(options=options, spec=make_specification(options))
+    checked, spec = check_comparison(comparison), comparison.spec
+    options, folder, price = checked.options, checked.folder, checked.options.price_per_gpu_hour
     if options.dry_run:
-        planned = dry_run(options, checked.spec, checked.unsupported)
-        text = dry_run_text(planned, checked.spec, options.price_per_gpu_hour)
-        return print(json.dumps(planned, indent=2) if as_json else text)
-    folder, price = options.output_dir, options.price_per_gpu_hour
-    open_comparison(folder, checked.spec, resume=options.resume)
+        planned = dry_run(options, spec, checked.unsupported)
+        return print(json.dumps(planned, indent=2) if as_json else dry_run_text(planned, spec, price))
+    open_comparison(folder, spec, resume=options.resume)
     checked.ledger.read()  # a damaged line is reported before anything starts
     with comparison_lock(folder):
         if options.on_cpu and options.cpu is None:  # a device that the user did not choose
             print_message(ON_CPU_MESSAGE)
         if options.on_cpu and price is not None:
             print_message("--price-per-gpu-hour has no effect: no GPU is used")
-        print_message(announcement(options, checked.spec, checked.unsupported))
-        for credit in filter(None, map(attribution, checked.spec.own_job.dataset if checked.spec.own_job else ())):
+        print_message(announcement(options, spec, checked.unsupported))
+        for credit in filter(None, map(attribution, spec.own_job.dataset if spec.own_job else ())):
             print_message(f"data: {credit}")
-        compile_for_run(map(checked.spec.preset, checked.spec.preset_sources), on_cpu=options.on_cpu)
+        compile_for_run(map(spec.preset, spec.preset_sources), on_cpu=options.on_cpu)
         try:
             with terminate_as_interrupt(), checked.progress:
                 runner = checked if options.find_max_batch is None else find_largest_batches(checked)
@@ -69,82 +70,66 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
         except KeyboardInterrupt:
             hint = f"`toolkit report {folder}` shows the finished trials; the same command with `--resume` resumes"
             raise RunFailed("stopped; finished trials are kept", hint=hint) from None
-        _publish(
-            build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price), folder, as_json=as_json
-        )
+        results = build_results(runner.spec, folder, checked.unsupported, price_per_gpu_hour=price)
+        _publish(results, folder, as_json=as_json)
 
 
-def check_comparison(options: CompareOptions) -> Runner:
-    """Check everything that can be known before a trial. Raises ToolkitError for an invalid job."""
-    trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
-    if trials > MAX_TRIALS:
-        raise ToolkitError(
-            f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
-            hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
-        )
-    spec = make_specification(options)
+def check_comparison(runner: Runner) -> Runner:
+    """Check everything that can be known before a trial, and return the comparison with what was found.
+
+    Raises ToolkitError for an invalid job.
+    """
+    options, spec = runner.options, runner.spec
     allocation, gpus = spec.allocation(), None if options.gpu is None else max(options.world_sizes)
     if allocation is not None and not spec.cpu:
         gpus = allocation.max_processes
     nodes = 1 if allocation is None else len(allocation.nodes)
-    unsupported = unsupported_rows(spec, gpus=gpus, allocation=allocation)
-    supported = [row for row in spec.rows() if row.name not in unsupported]
+    device = device_of(on_cpu=spec.cpu, ranks_per_gpu=spec.ranks_per_gpu, gpus=gpus)
+    rows = {
+        row: TrainingRun(
+            preset=spec.preset(row.preset),
+            job=spec.job(row),
+            num_processes=row.world_size,
+            device=device,
+            nodes=nodes,
+            is_here=gpus is None and nodes == 1,
+            starts=not options.dry_run,
+            nvme_path=options.nvme_path,
+        )
+        for row in spec.rows()
+    }
+    unsupported = unsupported_rows(rows, allocation, runs_script=options.runs_script)
+    supported = [row for row in rows if row.name not in unsupported]
     largest = {row.preset: row for row in supported}  # rows are in the order of their number of processes
-    presets = {name: spec.preset(name) for name in largest}
+    presets = {name: rows[row].preset for name, row in largest.items()}
     own = [row for name, row in largest.items() if name in spec.extra_arguments or presets[name].degrees]
     for preset in () if options.dry_run else presets.values():
         check_libraries(preset, runs_script=options.runs_script)
     nvme: dict[str, NvmeDisk | None] = {}
     if not options.runs_script:
-        checked, *_ = [
-            check_job(
-                presets[row.preset],
-                spec.job(row),
-                num_processes=row.world_size,
-                cpu=spec.cpu,
-                gpus=gpus,
-                nodes=nodes,
-                ranks_per_gpu=spec.ranks_per_gpu,
-                starts=not options.dry_run,
-            )
-            for row in dict.fromkeys([supported[-1], *own])
-        ]
+        checked, *_ = [check_run(rows[row]) for row in dict.fromkeys([supported[-1], *own])]
         for job in (checked.job, *map(Job.from_argv, spec.extra_arguments.values())):
             refuse_arguments_of_comparison(job)
         check_timed_steps("--max_steps", checked.job.max_steps, untimed_steps=options.untimed_steps)
-        nvme = {
-            name: check_nvme(preset, nvme_path=options.nvme_path, job=checked.job, cpu=spec.cpu)
-            for name, preset in presets.items()
-        }
-    runs = len(supported) * (spec.repeats + bool(options.side_runs))
-    return Runner(
-        options=options,
-        spec=spec,
-        unsupported=unsupported,
-        nvme=nvme,
-        progress=ConsoleProgress(runs),
-        allocation=allocation,
-    )
+        nvme = {name: check_nvme(replace(checked, preset=preset)) for name, preset in presets.items()}
+    runner.progress.total = len(supported) * (spec.repeats + bool(options.side_runs))
+    return replace(runner, unsupported=unsupported, nvme=nvme, allocation=allocation)
 
 
-def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allocation | None) -> dict[str, str]:
+def unsupported_rows(
+    rows: Mapping[RowKey, TrainingRun], allocation: Allocation | None, *, runs_script: bool
+) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason. Raises the first reason if no row can.
 
     Also raises for a value that works under no preset, and for a preset whose degree of parallelism is missing: those
     are mistakes, in the arguments or in a `--variant`.
-
-    `gpus` is the number of GPUs to check for, if not those of this node.
     """
-    here, nodes = gpus is None and allocation is None, 1 if allocation is None else len(allocation.nodes)
-    if here and not spec.cpu:
-        gpus = count_gpus()
     reasons: dict[RowKey, ToolkitError] = {}
-    shared, gpu = spec.ranks_per_gpu, None if spec.cpu else common_gpu(gpu_names())
-    for row in spec.rows():
-        preset, job = spec.preset(row.preset), spec.job(row)
-        if spec.script_or_module:
+    for row, run in rows.items():
+        preset, job = run.preset, run.job
+        if runs_script:
             check_script_preset(preset)
-        check_values(job, on_cpu=spec.cpu)
+        check_values(job, on_cpu=run.device.type == "cpu")
         check_degrees_given(preset, job.degrees)
         try:
             if allocation is not None:
@@ -155,13 +140,14 @@ def unsupported_rows(spec: ComparisonSpec, *, gpus: int | None, allocation: Allo
                         " node only",
                         hint="compare it on one node, without `--nproc-per-node`",
                     )
-            check_process_count(row.world_size, gpus=gpus, preset=preset, nodes=nodes, ranks_per_gpu=shared)
-            check_arguments(job, preset, num_processes=row.world_size, on_cpu=spec.cpu, here=here)
-            if shared > 1 and gpu is not None and not spec.script_or_module:
+            check_process_count(run)
+            check_arguments_of(run)
+            shared = run.device.ranks_per_gpu
+            if shared > 1 and not runs_script and (gpu := common_gpu(gpu_names())) is not None:
                 check_ranks_fit(preset, job, world_size=row.world_size, gpu=gpu, ranks_per_gpu=shared)
         except ToolkitError as error:
             reasons[row] = error
-    if len(reasons) == len(spec.rows()):
+    if len(reasons) == len(rows):
         raise next(iter(reasons.values()))
     return {row.name: error.message for row, error in reasons.items()}
 
@@ -193,9 +179,5 @@ def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
         print((folder / RESULTS_FILE).read_text(), end="")
         print_message("\n".join(map(str, files)))
     else:
-        _print(console_table(results), answer(results.as_reported()).lines, files)
-
-
-def _print(table: Table, lines: list[str], files: list[Path]) -> None:
-    Console(width=max(Console().width, TABLE_COLUMNS)).print(table)
-    print("\n".join([*map(one_line, lines), *map(str, files)]))
+        Console(width=max(Console().width, TABLE_COLUMNS)).print(console_table(results))
+        print("\n".join([*map(one_line, answer(results.as_reported()).lines), *map(str, files)]))

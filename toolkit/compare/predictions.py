@@ -11,14 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from toolkit.compare.ledger import (
-    LEDGER_FILE,
-    Ledger,
-    LedgerRecord,
-    completed_sizes,
-    failed_repeat,
-    probes_of,
-)
+from toolkit.compare.ledger import LEDGER_FILE, Ledger, LedgerRecord, completed_sizes, failed_repeat, probes_of
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.rows import MODEL_STATES, RowKey, Trial
 from toolkit.compare.specification import ComparisonSpec, with_largest_batches

@@ -16,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.cluster.allocation import Allocation
@@ -60,7 +60,7 @@ SECONDS_BETWEEN_LINES = 60.0
 class ConsoleProgress(LiveLine):
     """Progress of `total` trials and side runs on stderr: lines, and on a terminal how far the current one is."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int = 0) -> None:
         self.total, self.finished, self.name, self.printed = total, 0, "", 0.0
         self.scope = "in all"
         """What `total` counts."""
@@ -117,14 +117,14 @@ class ConsoleProgress(LiveLine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """A checked comparison; its methods run what the ledger lacks, and raise KeyboardInterrupt on a signal."""
+    """A comparison. Once it is checked, its methods run what the ledger lacks; a signal raises KeyboardInterrupt."""
 
     options: CompareOptions
     spec: ComparisonSpec
-    unsupported: Mapping[str, str]  # name of each row that does not run on this node, and the reason
-    nvme: Mapping[str, NvmeDisk | None]
+    unsupported: Mapping[str, str] = field(default_factory=dict)  # name of each row that does not run here: the reason
+    nvme: Mapping[str, NvmeDisk | None] = field(default_factory=dict)
     """The disk of each preset that swaps to one, by the name under which the preset is compared."""
-    progress: ConsoleProgress
+    progress: ConsoleProgress = field(default_factory=ConsoleProgress)
     allocation: Allocation | None = None  # the SLURM job on whose nodes the runs are started; None for this node
 
     @property

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from toolkit.cluster.allocation import Allocation
 from toolkit.compare.ledger import LedgerRecord, completed_sizes, probes_of
-from toolkit.compare.options import CompareOptions
+from toolkit.compare.options import MAX_TRIALS, CompareOptions
 from toolkit.compare.results import Scaling
 from toolkit.compare.rows import RowKey, Trial
 from toolkit.engines.registry import engine_named
@@ -293,9 +293,15 @@ def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, t
 def make_specification(options: CompareOptions) -> ComparisonSpec:
     """Return the comparison that the options describe.
 
-    Raises ToolkitError for no preset, a repeated name, an unknown baseline, an impossible batch, and a script that is
-    not there.
+    Raises ToolkitError for no preset, a repeated name, an unknown baseline, an impossible batch, too many trials, and a
+    script that is not there.
     """
+    trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
+    if trials > MAX_TRIALS:
+        raise ToolkitError(
+            f"the rows and --repeats make {trials:,} trials, expected {MAX_TRIALS:,} or fewer",
+            hint="`--repeats 3` shows a difference of a few per cent; name fewer presets or numbers of processes",
+        )
     file = check_script(options.script, options.module) if options.runs_script else None
     loaded = _load_presets(options)
     presets = {name: preset for name, (preset, _, _) in loaded.items()}

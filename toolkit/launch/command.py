@@ -131,7 +131,7 @@ def command_of(
         shown=" ".join([*assignments, shlex.join(["accelerate", "launch", *selected, *script])]),
         run_id=run_id,
         nvme_path=nvme_path,
-        resume_command=resume_command(options, preset) if options.runs_script else None,
+        resume_command=resume_command(options, world_size, shown_argv) if options.runs_script else None,
     )
 
 
@@ -143,11 +143,11 @@ def script_program(options: TrainOptions, observer_words: Sequence[str]) -> list
     return ["-m", "toolkit.observe", *required, *observer_words, *target]
 
 
-def resume_command(options: TrainOptions, preset: PresetSpec) -> str:
+def resume_command(options: TrainOptions, world_size: int, shown_argv: Sequence[str]) -> str:
     target = ["--module", str(options.module)] if options.script is None else ["--script", options.script]
-    words = ["toolkit", "train", "--preset", options.preset, "--num-processes", str(options.world_size(preset))]
+    words = ["toolkit", "train", "--preset", options.preset, "--num-processes", str(world_size)]
     words += [*["--cpu"] * options.on_cpu, "--output-dir", str(options.output_dir), "--resume", *target, "--"]
-    return shlex.join([*words, *separate_secrets(options.training_arguments)[0]])
+    return shlex.join([*words, *shown_argv])
 
 
 def inherited_environment() -> dict[str, str]:

@@ -20,13 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import count_oom_kills
 from toolkit.job.job import Job
 from toolkit.launch.command import LaunchCommand, command_of
 from toolkit.launch.nvme import NvmeDisk, check_nvme, swap_folder
 from toolkit.launch.options import TrainOptions
-from toolkit.launch.preflight import check_job, check_libraries, check_output, check_process_count, reuse_folder
+from toolkit.launch.preflight import (
+    check_libraries,
+    check_output,
+    check_process_count,
+    check_run,
+    device_of,
+    reuse_folder,
+)
 from toolkit.launch.process import ProcessResult, RunResult, record_result, run_command
 from toolkit.launch.resume import (
     TrainingRun,
@@ -38,9 +44,15 @@ from toolkit.launch.resume import (
     remove_converted,
 )
 from toolkit.launch.terminal import OutputFilter
-from toolkit.observe.script_file import bf16_switched_off, cannot_resume, check_script, check_script_preset, script_name
+from toolkit.observe.script_file import (
+    bf16_switched_off,
+    cannot_resume,
+    check_script,
+    check_script_preset,
+    check_trl_on_cpu,
+    script_name,
+)
 from toolkit.presets.preset import load_preset
-from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, restart_record, start_attempt
 from toolkit.record.checkpoints import latest_complete
@@ -79,19 +91,22 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     """
     preset = load_preset(options.preset)
     check_libraries(preset, runs_script=options.runs_script)
-    if options.runs_script:
-        return _prepare_script(options, preset, on_message)
-    run = check_job(
-        preset,
-        Job.from_argv(options.training_arguments),
-        num_processes=options.world_size(preset),
-        cpu=options.on_cpu,
-        gpus=None if options.gpu is None else options.world_size(preset),
-        ranks_per_gpu=options.ranks_per_gpu,
+    processes = options.world_size(preset)
+    gpus = None if options.gpu is None else processes
+    run = TrainingRun(
+        preset=preset,
+        job=Job() if options.runs_script else Job.from_argv(options.training_arguments),
+        num_processes=processes,
+        device=device_of(on_cpu=options.on_cpu, ranks_per_gpu=options.ranks_per_gpu, gpus=gpus),
+        is_here=options.gpu is None,
         starts=not options.dry_run,
+        nvme_path=options.nvme_path,
     )
-    check_output(run.job, preset.traits)
-    nvme = check_nvme(preset, nvme_path=options.nvme_path, job=run.job, cpu=options.on_cpu)
+    if options.runs_script:
+        return _prepare_script(options, run, on_message)
+    run = check_run(run)
+    check_output(run.job, run.preset.traits)
+    nvme = check_nvme(run)
     checkpoint, converted = checkpoint_to_resume(run.job), None
     if checkpoint is not None:
         groups, batch = run.data_parallel_size, run.global_batch_size
@@ -105,10 +120,9 @@ def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> 
     return PreparedRun(options=options, run=run, nvme=nvme, converted=converted, command=command)
 
 
-def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Callable[[str], None]) -> PreparedRun:
-    processes = options.world_size(preset)
-    gpus = None if options.on_cpu else count_gpus()
-    check_process_count(processes, gpus=gpus, preset=preset, ranks_per_gpu=options.ranks_per_gpu)
+def _prepare_script(options: TrainOptions, run: TrainingRun, on_message: Callable[[str], None]) -> PreparedRun:
+    preset = run.preset
+    check_process_count(run)
     check_script_preset(preset)
     file = check_script(options.script, options.module)
     if options.max_restarts and file is not None and (why := cannot_resume(file, options.training_arguments)):
@@ -116,18 +130,21 @@ def _prepare_script(options: TrainOptions, preset: PresetSpec, on_message: Calla
             f"warning: a restart of this script begins at step 0: {why}\n"
             "  hint: let it save its state and load it, or leave `--max-restarts` out"
         )
-    _check_trl_on_cpu(options)
+    if options.on_cpu:
+        check_trl_on_cpu(str(options.module), options.training_arguments)
     flag, wins = bf16_switched_off(options.training_arguments), preset.traits.launcher_decides_precision
     if flag is not None and wins and (precision := preset.mixed_precision) != "no":
         on_message(
             f"warning: `{flag}` has no effect: mixed precision is the preset's, {precision} under {preset.name!r}"
         )
-    folder = RunFolder(options.output_dir or _unused_folder(script_name(options.script, options.module)))
+    name = script_name(options.script, options.module)
+    path = options.output_dir or _unused_folder(name)
+    folder = RunFolder(path)
     folder.flag, folder.overwrite = "--output-dir", ""
     folder.check_free()
     check_start(folder, "resume" if options.resume else "never")
     folder.check_writable()
-    run = TrainingRun(preset=preset, job=Job(output_dir=str(folder.path)), num_processes=processes)
+    run = replace(run, job=Job(output_dir=str(folder.path)))
     resume_from = _script_checkpoint(folder, run) if options.resume else None
     command = command_of(replace(options, output_dir=folder.path), preset, resume_from=resume_from)
     return PreparedRun(options=options, run=run, nvme=None, converted=None, command=command)
@@ -151,17 +168,6 @@ def _unused_folder(name: str) -> Path:
             check_start(folder)
             break
     return folder.path
-
-
-def _check_trl_on_cpu(options: TrainOptions) -> None:
-    """Raise ToolkitError for a script of TRL's in bf16, its default, which `TrainingArguments` refuses on a CPU."""
-    chosen = ("--bf16", "--no_bf16", "--fp16", "--use_cpu", "--config")
-    leaves_it = not any(word.startswith(chosen) for word in options.training_arguments)
-    if leaves_it and options.on_cpu and str(options.module).startswith("trl."):
-        raise ToolkitError(
-            f"{options.module} trains in bf16 unless it is told otherwise, which transformers refuses without a GPU",
-            hint="add `--bf16 false` after `--`, which trains in fp32",
-        )
 
 
 def train(prepared: PreparedRun, *, plan: dict[str, Any] | None, on_message: Callable[[str], None]) -> RunResult:

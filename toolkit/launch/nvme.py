@@ -23,6 +23,7 @@ from toolkit.hardware.disks import DiskRates, free_bytes, measure_rates, mount_o
 from toolkit.hardware.node import locked_memory_limit_bytes
 from toolkit.job.job import Job
 from toolkit.launch.command import NVME_PATH_VARIABLE
+from toolkit.launch.resume import TrainingRun
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import gib
 
@@ -58,18 +59,18 @@ class NvmeDisk:
         return {"path": str(self.path), "filesystem": self.filesystem, **asdict(self.rates), **sizes}
 
 
-def check_nvme(preset: PresetSpec, *, nvme_path: str | None, job: Job, cpu: bool) -> NvmeDisk | None:
+def check_nvme(run: TrainingRun) -> NvmeDisk | None:
     """Check the disk and measure its rates; None for a preset without NVMe offload.
 
     Raises ToolkitError for the first problem.
     """
-    path = nvme_path_of(preset, nvme_path)
+    path, on_cpu = nvme_path_of(run.preset, run.nvme_path), run.device.type == "cpu"
     if path is None:
         return None
     check_folder(path)
     filesystem = check_filesystem(path)
     check_direct_io(path)
-    needed = needed_bytes(preset, job, cpu=cpu)
+    needed = needed_bytes(run.preset, run.job, cpu=on_cpu)
     free = free_bytes(path)
     if needed is not None and free < needed:
         raise ToolkitError(
@@ -77,7 +78,7 @@ def check_nvme(preset: PresetSpec, *, nvme_path: str | None, job: Job, cpu: bool
             hint="name a folder on a larger disk, or train adapters: `--lora_r 16`",
         )
     check_libaio()
-    if cpu and not are_compiled(ASYNC_IO_OPS):  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
+    if on_cpu and not are_compiled(ASYNC_IO_OPS):  # on a GPU DeepSpeed compiles it against CUDA, when it is first used
         raise ToolkitError(f"{ASYNC_IO_MISSING}; NVMe offload needs it", hint=COMPILE_ASYNC_IO)
     return NvmeDisk(
         path=path,

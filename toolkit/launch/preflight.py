@@ -31,7 +31,7 @@ from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
 from toolkit.models.hub import download_config, no_such_model
 from toolkit.models.read_model import config_path
-from toolkit.presets.compatibility import CPU, Device
+from toolkit.presets.compatibility import Device
 from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import check_supported
@@ -54,32 +54,17 @@ WRITTEN = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
-def check_job(
-    preset: PresetSpec,
-    job: Job,
-    *,
-    num_processes: int,
-    cpu: bool,
-    gpus: int | None = None,
-    nodes: int = 1,
-    ranks_per_gpu: int = 1,
-    starts: bool = True,
-) -> TrainingRun:
+def check_run(run: TrainingRun) -> TrainingRun:
     """Check everything but the output folder, which a comparison chooses itself.
 
-    `gpus` is the number of GPUs of the other nodes, where the job runs there; default: those that are visible here.
-    Where nothing `starts`, a model that is known by name is not asked for.
-
-    Raises ToolkitError for the first problem.
+    Returns the run with its warnings and accumulation steps. Raises ToolkitError for the first problem.
     """
-    here = gpus is None and nodes == 1
-    if here and not cpu:
-        gpus = count_gpus()
-    check_process_count(num_processes, gpus=gpus, preset=preset, nodes=nodes, ranks_per_gpu=ranks_per_gpu)
+    job = run.job
+    check_process_count(run)
     check_required(job, ("model_name_or_path", "dataset"))
-    warnings = check_arguments(job, preset, num_processes=num_processes, on_cpu=cpu, here=here)
+    warnings = check_arguments_of(run)
     revision = job.revision if "revision" in job.given else None
-    config = check_model(str(job.model_name_or_path), revision=revision, starts=starts)
+    config = check_model(str(job.model_name_or_path), revision=revision, starts=run.starts)
     check_parts(job, config)
     rows, names = check_dataset(job), ", ".join(job.dataset)
     if job.val_size is not None and rows is not None and not job.dataset_weights:
@@ -89,11 +74,24 @@ def check_job(
         _rows_of(job, "eval_dataset")
     check_columns(job.column or {}, [*job.dataset, *as_list(job.eval_dataset)])
     check_chat_template(job)
-    run = TrainingRun(preset=preset, job=job, num_processes=num_processes, warnings=tuple(warnings))
     groups = run.data_parallel_size
-    run = replace(run, job=with_accumulation(job, data_parallel_size=groups, ranks_per_batch=num_processes // groups))
+    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=run.num_processes // groups)
+    run = replace(run, job=job, warnings=tuple(warnings))
     check_rows_fill_a_step(rows, run.global_batch_size, names, packing=job.packing)
     return run
+
+
+def check_arguments_of(run: TrainingRun) -> list[str]:
+    """Check the arguments under the preset, and return one warning for each that has no effect."""
+    on_cpu = run.device.type == "cpu"
+    return check_arguments(run.job, run.preset, num_processes=run.num_processes, on_cpu=on_cpu, here=run.is_here)
+
+
+def device_of(*, on_cpu: bool, ranks_per_gpu: int = 1, gpus: int | None = None) -> Device:
+    """Return what ranks run on: the CPU, or GPUs, as many as are visible here unless their number is given."""
+    if on_cpu:
+        return Device(type="cpu", ranks_per_gpu=ranks_per_gpu)
+    return Device(count=count_gpus() if gpus is None else gpus, ranks_per_gpu=ranks_per_gpu)
 
 
 def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
@@ -110,20 +108,17 @@ def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
         check_architectures()
 
 
-def check_process_count(
-    num_processes: int, *, gpus: int | None, preset: PresetSpec, nodes: int = 1, ranks_per_gpu: int = 1
-) -> None:
-    """Raise ToolkitError for more processes than GPUs (None: on the CPU), or a world size that the preset rejects."""
-    if num_processes < 1:
-        raise ToolkitError(f"--num-processes is {num_processes}, expected 1 or more")
-    if num_processes > LARGEST_NODE * nodes:
-        raise ToolkitError(f"--num-processes is {num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
-    if ranks_per_gpu > 1 and not gpus:
+def check_process_count(run: TrainingRun) -> None:
+    """Raise ToolkitError for more processes than GPUs, or a world size that the preset rejects."""
+    if run.num_processes < 1:
+        raise ToolkitError(f"--num-processes is {run.num_processes}, expected 1 or more")
+    if run.num_processes > LARGEST_NODE * run.nodes:
+        raise ToolkitError(f"--num-processes is {run.num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
+    if run.device.ranks_per_gpu > 1 and not run.device.count:
         raise ToolkitError(
             "--ranks-per-gpu needs a GPU, and this run has none", hint="leave it out: on a CPU any number of ranks runs"
         )
-    device = CPU if gpus is None else Device(count=gpus, ranks_per_gpu=ranks_per_gpu)
-    check_supported(preset, world_size=num_processes, device=device)
+    check_supported(run.preset, world_size=run.num_processes, device=run.device)
 
 
 def check_required(job: Job, names: Sequence[str]) -> None:

@@ -23,14 +23,9 @@ from toolkit.job.job import Job
 from toolkit.models.optimizers import OPTIMIZERS, same_states
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, INTERLEAVED
+from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.checkpoints import (
-    LATEST_WORDS,
-    Checkpoint,
-    Manifest,
-    latest_complete,
-    read_complete_checkpoint,
-)
+from toolkit.record.checkpoints import LATEST_WORDS, Checkpoint, Manifest, latest_complete, read_complete_checkpoint
 
 RESUME_FOLDER = ".resume"
 # What a launcher gives its ranks: a conversion is a process of its own.
@@ -44,6 +39,13 @@ class TrainingRun:
     preset: PresetSpec
     job: Job
     num_processes: int
+    device: Device = CPU
+    nodes: int = 1
+    is_here: bool = True
+    """True if this node runs it; on another, a package that is missing here is a warning."""
+    starts: bool = True
+    """False for a plan of a run alone: a model that is known by name is then not asked for."""
+    nvme_path: str | None = None  # the disk to offload to, for a preset that does
     warnings: tuple[str, ...] = ()
     """One line for each argument that has no effect, and for each package that the job needs on another node."""
 

@@ -333,7 +333,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
 
     With `known=False`, that of a well-known model is downloaded too, into the folder of its other files.
     """
-    path = user_path(model)
+    name, path = hub_id(model), user_path(model)
     if path.is_dir():
         if not (path / CONFIG).exists():
             raise ToolkitError(f"{path} has no {CONFIG}", hint="give a folder that holds a Hugging Face model")
@@ -342,7 +342,6 @@ def config_path(model: str, *, known: bool = True) -> Path:
         return path
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
-    name = hub_id(model)
     if known and name in known_models():
         if re.search(MODEL_TYPES["words_of_hub_ids"]["an embedding model"], name.lower()):
             _say_once(

@@ -56,6 +56,16 @@ def check_script_preset(preset: PresetSpec) -> None:
         )
 
 
+def check_trl_on_cpu(module: str, arguments: Sequence[str]) -> None:
+    """Raise ToolkitError for a script of TRL's in bf16, its default, which `TrainingArguments` refuses on a CPU."""
+    chosen = ("--bf16", "--no_bf16", "--fp16", "--use_cpu", "--config")
+    if module.startswith("trl.") and not any(word.startswith(chosen) for word in arguments):
+        raise ToolkitError(
+            f"{module} trains in bf16 unless it is told otherwise, which transformers refuses without a GPU",
+            hint="add `--bf16 false` after `--`, which trains in fp32",
+        )
+
+
 def bf16_switched_off(arguments: Sequence[str]) -> str | None:
     """Return the words of a script that switch bf16 off; transformers follows a preset that switches it on instead.
 

@@ -17,7 +17,7 @@ from toolkit.compare.ledger import comparison_lock
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.predictions import expected_duration, read_shape
 from toolkit.compare.runner import Runner
-from toolkit.compare.specification import open_comparison
+from toolkit.compare.specification import make_specification, open_comparison
 from toolkit.doctor.ops import compile_for_run
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_OUT_OF_MEMORY, EXIT_RUN_FAILED, ToolkitError
@@ -41,7 +41,8 @@ NOT_IN_TRIALS = (*ARGUMENTS_OF_COMPARISON, "eval_strategy", "eval_on_start", "lo
 def run_tune(options: TuneOptions, preset: str, *, as_json: bool = False) -> None:
     """Search, and print the fastest setting. Raises ToolkitError, before any trial, for an invalid job."""
     field = make_field(options, preset)
-    runner = check_comparison(compare_options(options, field))
+    compared = compare_options(options, field)
+    runner = check_comparison(Runner(options=compared, spec=make_specification(compared)))
     if options.dry_run:
         planned = result_json(field, stand(field.settings, runner.spec, {}), options)
         print_lines([json.dumps(planned, indent=2)] if as_json else field_lines(planned, _time(runner, field, options)))

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
-from toolkit.hardware.gpus import count_gpus
 from toolkit.hardware.node import usable_memory_bytes
 from toolkit.job.global_batch import BATCH_ARGUMENT, global_batch_size, with_accumulation
 from toolkit.job.job import Job
-from toolkit.launch.preflight import check_process_count
+from toolkit.launch.preflight import check_process_count, device_of
+from toolkit.launch.resume import TrainingRun
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
@@ -288,7 +288,8 @@ def _check(options: TuneOptions, preset: PresetSpec | None, job: Job, *, recomme
     """Raise ToolkitError for a job that does not run here; `recommended` also for presets to be chosen by hand."""
     size, on_cpu, here = options.world_size, options.on_cpu, options.gpu is None
     if preset is not None:
-        check_process_count(size, gpus=None if on_cpu else count_gpus() if here else size, preset=preset)
+        device = device_of(on_cpu=on_cpu, gpus=None if here else size)
+        check_process_count(TrainingRun(preset=preset, job=job, num_processes=size, device=device))
     check_arguments(job, preset, num_processes=size, on_cpu=on_cpu, here=here)
     if recommended:
         device = replace(CPU if on_cpu else Device(), has_nvme=False)
