@@ -82,10 +82,10 @@ def _has_gpu() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import test modules without what makes the imports of their libraries slow, in each worker."""
-    from toolkit.observe.rank_process import garbage_collector_off, without_bitsandbytes
+    """Import test modules without the garbage collector, which would look through all libraries again and again."""
+    from toolkit.observe.rank_process import garbage_collector_off
 
-    with garbage_collector_off(), without_bitsandbytes():
+    with garbage_collector_off():
         return (yield)
 
 
