@@ -44,6 +44,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# No test depends on the terminal's size, which readline hands to the workers of a session, but not to the session.
+for size in ("COLUMNS", "LINES"):
+    os.environ.pop(size, None)
+
 # A shell starts a background job with SIGINT and SIGQUIT ignored, and every process below would inherit that: Ctrl-C is
 # tested, and a forked rank's signals are compared with a cold one's.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -76,6 +80,15 @@ def _has_gpu() -> bool:
     return count_gpus() > 0
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import test modules without the garbage collector, which would look through all libraries again and again."""
+    from toolkit.observe.rank_process import garbage_collector_off
+
+    with garbage_collector_off():
+        return (yield)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     nightly = "TOOLKIT_NIGHTLY" in os.environ or "nightly" in config.option.markexpr
     for item in items:
@@ -102,6 +115,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def pytest_configure_node(node: Any) -> None:
+    """Let all workers of the whole suite fork from one server, whose imports take as long as those of a worker."""
+    from launching import fork_server
+
+    if node.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        node.workerinput[SERVER_VARIABLE] = fork_server()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fork what a test launches from a fork server, unless the test is about the cold start itself."""
     os.environ.pop(SERVER_VARIABLE, None)
@@ -109,7 +130,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("launch") and not cold:
         from launching import fork_server
 
-        os.environ[SERVER_VARIABLE] = fork_server()
+        given = getattr(item.config, "workerinput", {})  # of the process that started this worker
+        os.environ[SERVER_VARIABLE] = given.get(SERVER_VARIABLE) or fork_server()
 
 
 @pytest.fixture(scope="session")

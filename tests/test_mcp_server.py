@@ -43,23 +43,20 @@ def test_each_tool_returns_what_its_command_prints(tmp_path: Path, capfd: pytest
         ("presets", {}),
         ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
         ("lint", {"paths": [str(tmp_path)]}),
-        ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ["--gpu", "h1000"]}),
         ("report", {"folder": str(tmp_path)}),
     )
     assert names == {tool.__name__ for tool in mcp_server.TOOLS}
-    *good, unknown_gpu, no_report = answers
+    *good, no_report = answers
     commands = (["presets"], ["plan", "Qwen/Qwen3-8B", *ARGUMENTS], ["lint", tmp_path])
     presets, *others = (json.loads(run_command([*words, "--json"], capfd)[1]) for words in commands)
     expected = [{"presets": presets}, *others]
     assert [each.structured_content for each in good] == expected
     assert expected[-1]["findings"]  # the exit code is 1, and the answer is whole
-    assert unknown_gpu.is_error
-    assert "h1000" in unknown_gpu.content[0].text
     assert no_report.is_error
+    assert str(tmp_path) in no_report.content[0].text
 
 
-def test_a_command_returns_its_json_or_its_message() -> None:
-    assert mcp_server.presets()["presets"][0].keys() >= {"name", "engine", "sharding"}
+def test_a_plan_of_a_file_has_its_model_from_either() -> None:
     file = str(ROOT / "tests" / "fixtures" / "axolotl.yaml")
     with_model = mcp_server.plan("Qwen/Qwen3-8B", ["--config", file, "--gpu h100", "--num-processes 8"])
     assert with_model == mcp_server.plan(arguments=["--config", file, "--gpu", "h100", "--num-processes", "8"])
@@ -70,7 +67,6 @@ def test_a_command_returns_its_json_or_its_message() -> None:
     ("model", "words", "message"),
     [
         ("no-such/model.json", ARGUMENTS, r"exit code 2: .*no-such/model"),
-        ("Qwen/Qwen3-8B", ["--config"], r"'--config' requires an argument"),
         (None, ARGUMENTS, r"MODEL is missing"),
         ("Qwen/Qwen3-8B", ["--help"], r"exit code 0: .*--num-processes"),
     ],

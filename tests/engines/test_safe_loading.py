@@ -171,7 +171,7 @@ def plant(path: Path, content: Calls) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("case", ["ddp", "zero2", "zero3-lora", "fsdp2"])
 def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
     case: str, saved_runs: dict[str, Path], tmp_path: Path
 ) -> None:

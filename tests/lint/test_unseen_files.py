@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -1263,3 +1264,14 @@ def test_a_value_of_a_wrong_type_is_shown_as_the_key_takes_it(text: str, fix: st
 def test_an_escaped_space_is_no_value_of_the_option_before_it(tmp_path: Path) -> None:
     command = "torchrun train.py --output_dir out --bf16 true --warmup_steps 500 \\ \n  --fp16 true\n"
     assert [each.rule for each in lint(tmp_path, a__sh=command)] == ["lost-line"]
+
+
+def test_the_folder_of_temporary_files_is_nobodys_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "requirements.txt").write_text("transformers==4.0\n")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    forget_projects()
+    assert pinned_below(folder, "transformers", "4.40") == "transformers ==4.0"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    forget_projects()
+    assert pinned_below(folder, "transformers", "4.40") is None

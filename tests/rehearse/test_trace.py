@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,25 +16,30 @@ HELD = NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4
 
 pytestmark = pytest.mark.launch
 
+Trace = Callable[[str], dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """16 rows of 256 tokens under FSDP2, so that logits outweigh everything else, with both kinds of accumulation."""
-    path, found = tmp_path_factory.mktemp("traced") / "config.json", {}
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """16 rows of 256 tokens under FSDP2, so that logits outweigh everything else, with a kind of accumulation."""
+    path = tmp_path_factory.mktemp("traced") / "config.json"
     path.write_text(json.dumps(LLAMA))
     words = ["--model_name_or_path", str(path), "--max_seq_length", "256", "--per_device_train_batch_size", "16"]
     words += ["--loss", "full", "--gradient_accumulation_steps", "2"]
-    for accumulate in ("sharded", "whole"):
+
+    @cache
+    def trace(accumulate: str) -> dict[str, Any]:
         given = ["--fake-tensors", "--json", "--", *words, "--accumulate", accumulate]
         ended = toolkit("rehearse", "--preset", "fsdp2", "--num-processes", "4", *given)
         assert ended.returncode == 0, ended.stderr
-        found[accumulate] = json.loads(ended.stdout)
-    return found
+        return dict(json.loads(ended.stdout))
+
+    return trace
 
 
 @pytest.mark.nightly
-def test_fake_tensors_hold_the_model_states_of_this_rank_only(traces: dict[str, dict[str, Any]]) -> None:
-    traced = traces["sharded"]
+def test_fake_tensors_hold_the_model_states_of_this_rank_only(trace: Trace) -> None:
+    traced = trace("sharded")
     held = {"parameter_bytes": 4 * HELD, "gradient_bytes": 4 * HELD, "optimizer_bytes": 8 * HELD}
     assert traced["num_params"] == NUM_PARAMS
     assert {part: traced[part] for part in held} == held
@@ -40,18 +47,18 @@ def test_fake_tensors_hold_the_model_states_of_this_rank_only(traces: dict[str, 
     assert [step[part] for part in ("parameter", "gradient", "optimizer")] == list(held.values())
 
 
-def test_fake_tensors_count_the_logits_and_their_copies(traces: dict[str, dict[str, Any]]) -> None:
+def test_fake_tensors_count_the_logits_and_their_copies(trace: Trace) -> None:
     """bf16 logits, their fp32 copy and its log-softmax are alive when the loss is taken; in backward one more."""
-    logits, peaks = 16 * 256 * 1009, traces["sharded"]["peaks"]
+    logits, peaks = 16 * 256 * 1009, trace("sharded")["peaks"]
     assert peaks["forward"]["parts"]["logits"] == (2 + 4 + 4) * logits
     assert peaks["backward"]["parts"]["logits"] >= (4 + 4) * logits
     assert peaks["forward"]["total_bytes"] == sum(peaks["forward"]["parts"].values())
 
 
 @pytest.mark.nightly
-def test_fake_tensors_count_what_waits_between_accumulation_steps(traces: dict[str, dict[str, Any]]) -> None:
+def test_fake_tensors_count_what_waits_between_accumulation_steps(trace: Trace) -> None:
     """The bf16 gradients of all parameters, or a quarter of them in fp32."""
-    peaks = {name: traced["peaks"] for name, traced in traces.items()}
+    peaks = {name: trace(name)["peaks"] for name in ("sharded", "whole")}
     waiting = {name: peak["forward"]["total_bytes"] for name, peak in peaks.items()}
     assert waiting["whole"] - waiting["sharded"] == 2 * NUM_PARAMS - 4 * HELD
     assert [peak["step"]["parts"]["gradient"] for peak in peaks.values()] == [4 * HELD] * 2

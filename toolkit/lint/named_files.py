@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -103,7 +104,8 @@ def project_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _around(folder: Path) -> list[Path]:
-    return [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each.parent != each and each != Path.home()]
+    of_nobody = (Path(folder.anchor), Path.home(), Path(tempfile.gettempdir()))
+    return [each for each in (folder, *folder.parents)[:MAX_LEVELS] if each not in of_nobody]
 
 
 @functools.lru_cache(maxsize=256)

@@ -108,7 +108,7 @@ class MemoryPlan:
         """The reading with most memory; None where all options that decide are given."""
         return max(self.readings(), default=None)
 
-    @property
+    @cached_property
     def peak(self) -> PhaseMemory:
         """The phase that allocates most."""
         return max(self.phases, key=lambda phase: phase.allocated_bytes)

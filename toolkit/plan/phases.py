@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from toolkit.engines.engine import EngineSettings
 from toolkit.engines.planned import ACTIVATION_BYTES, EngineBuffers, ModelStates
@@ -20,6 +21,7 @@ from toolkit.plan.programs import TOOLKIT
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
 STATES = PARTS[:4]
+_STATE_BYTES, _ALL_BYTES = (attrgetter(*(f"{part}_bytes" for part in parts)) for parts in (STATES, PARTS))
 PHASES = ("load", "precompute", "generate", "score", "forward", "backward", "step", "evaluate", "save")
 
 
@@ -40,12 +42,12 @@ class PhaseMemory:
     @property
     def state_bytes(self) -> int:
         """Model states on the GPU."""
-        return sum(getattr(self, f"{part}_bytes") for part in STATES)
+        return sum(_STATE_BYTES(self))
 
     @property
     def allocated_bytes(self) -> int:
         """Sum of all parts."""
-        return sum(getattr(self, f"{part}_bytes") for part in PARTS)
+        return sum(_ALL_BYTES(self))
 
     def as_row(self) -> dict[str, int]:
         """Return the parts as `toolkit plan --json` prints them."""

@@ -1,0 +1,20 @@
+"""The `>>>` examples of every module are true."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+MODULES = [path for path in sorted((ROOT / "toolkit").rglob("*.py")) if ">>> " in path.read_text()]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_examples_of_a_module_are_true(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    result = doctest.testmod(import_module(name))
+    assert result.attempted == path.read_text().count(">>> ")
+    assert result.failed == 0
