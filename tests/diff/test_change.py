@@ -56,7 +56,7 @@ def test_a_job_that_stops_to_fit_and_a_new_error_fail_and_a_moved_line_is_not_ne
     assert strategy == "configs/acc.yaml (changed)"
     assert new.startswith("  new error[starts-one-process]:1 distributed_type: ")
     assert job.startswith("configs/sft.yaml (changed): was ")
-    assert ": does not fit h100-sxm × 8 under `" in job
+    assert ": if its rows are not shorter, does not fit h100-sxm × 8 under `" in job
     assert diff("--gpu", "h100", "--level", "never")[0] == 0
 
 

@@ -45,15 +45,16 @@ class FileChange:
 
     @property
     def stops_fitting(self) -> bool:
-        """True if the job does not fit now, and did, or was not there before."""
-        had = None if self.before is None else self.before["verdict"]
-        return self.now is not None and self.now["verdict"] == "does_not_fit" and had != "does_not_fit"
+        """True if more is planned now than the GPU has, and was not, or the job was not there before."""
+        return self.now is not None and _is_over(self.now) and (self.before is None or not _is_over(self.before))
 
     def plan_line(self) -> str:
         """Return what became of the plan: `was 61.0 GiB, now 83.0 GiB: does not fit h100`."""
         if self.now is None:
             return f"not planned: {self.not_planned}" if self.not_planned else ""
         words = {"fits": "fits", "does_not_fit": "does not fit", "too_close": "is too close to call on"}
+        if _is_over(self.now):
+            words["too_close"] = "if its rows are not shorter, does not fit"
         now, gpu = self.now["planned_peak_bytes"], self.now["gpu"].partition(",")[0]
         verdict = f"{words[self.now['verdict']]} {gpu} × {self.now['world_size']} under `{self.now['preset']}`"
         was = "" if self.before is None else f"was {gib(self.before['planned_peak_bytes'])}, "
@@ -173,10 +174,14 @@ def _plans(file: Path, options: PlanOptions) -> tuple[dict[tuple[str, int], Plan
     return {(row["preset"], row["world_size"]): {name: row[name] for name in PLANNED} for row in rows}, ""
 
 
+def _is_over(row: PlanRow) -> bool:
+    return bool(row["verdict"] == "does_not_fit" or row["headroom_bytes"] < 0)
+
+
 def _fastest_that_fits(row: PlanRow) -> tuple[int, float, int]:
     seconds = row["step_seconds"]
-    verdicts = ("fits", "too_close", "does_not_fit")
-    return verdicts.index(row["verdict"]), sum(seconds) if seconds else math.inf, row["planned_peak_bytes"]
+    rank = ("fits", "too_close", "does_not_fit").index(row["verdict"]) + _is_over(row)
+    return rank, sum(seconds) if seconds else math.inf, row["planned_peak_bytes"]
 
 
 def _git(*words: str) -> str:
