@@ -1275,3 +1275,14 @@ def test_the_folder_of_temporary_files_is_nobodys_project(tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     forget_projects()
     assert pinned_below(folder, "transformers", "4.40") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "level"), [("accelerate launch own.py a.yaml", "note"), ("llamafactory-cli train a.yaml", "warning")]
+)
+def test_a_command_of_the_program_says_whose_a_file_is(command: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "own.py").write_text("yaml.safe_load(open(sys.argv[1]))\n")
+    (tmp_path / "a.yaml").write_text(f"{FACTORY}train_type: lora\n")
+    found = levels(lint_paths([tmp_path / "a.yaml"]).findings) | levels(lint(tmp_path, a__sh=f"{command}\n"))
+    assert found["train_type"] == level

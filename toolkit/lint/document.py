@@ -216,9 +216,10 @@ class Document:
 
     def is_of(self, program: str) -> bool:
         """Return True where a file, its path, a command, or its project's code or requirements name a program."""
-        names = PROGRAM_NAMES[program]
-        is_named = any(name in text for name in names for text in (self.text, Path(self.path).name))
-        return self.start is not None or is_named or names_program(self.folder, *names)
+        names, start = PROGRAM_NAMES[program], self.start
+        texts = (self.text, Path(self.path).name, str(start.script) if start else "")
+        is_named = any(name in text for name in names for text in texts)
+        return (start is not None and start.tool in PROGRAMS) or is_named or names_program(self.folder, *names)
 
     @property
     def has_code(self) -> bool:
