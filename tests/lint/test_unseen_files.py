@@ -1286,3 +1286,15 @@ def test_a_command_of_the_program_says_whose_a_file_is(command: str, level: str,
     (tmp_path / "a.yaml").write_text(f"{FACTORY}train_type: lora\n")
     found = levels(lint_paths([tmp_path / "a.yaml"]).findings) | levels(lint(tmp_path, a__sh=f"{command}\n"))
     assert found["train_type"] == level
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ds.json", '{"zero_optimization": {"stage": 2}, "comment": "for 8 GPUs", "description": "stage 2"}'),
+        ("a.yaml", f"{TRL}gradient_checkpointing: unsloth\n"),
+    ],
+)
+def test_a_comment_and_a_word_of_unsloth_are_no_mistakes(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert [each for each in lint_paths([tmp_path / name]).findings if each.level == "error"] == []

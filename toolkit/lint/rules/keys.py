@@ -49,7 +49,7 @@ PARSES_WHOLE = re.compile(r"(?:HfArgument|H4Argument|Trl)Parser\(")
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
-COMMENT_PREFIXES = ("_", "//", "#", "$")
+COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # Fields of accelerate's FSDP plugin, and the keys of a file that set them.
 PLUGIN_FIELDS = {
     "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
@@ -166,9 +166,10 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     for name, field in trainer_schema().fields.items():
         reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
-        if doc.get(name) is not None and reads(doc.get(name)) is None and not is_template(doc.get(name)):
-            message = f"{shorten(doc.get(name))}, expected {expected}"
-            yield Match(name, message, expected, level=OF_OTHERS.get(doc.program))
+        value = doc.get(name)
+        is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
+        if value is not None and reads(value) is None and not is_template(value) and not is_unsloths:
+            yield Match(name, f"{shorten(value)}, expected {expected}", expected, level=OF_OTHERS.get(doc.program))
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
