@@ -625,6 +625,22 @@ def test_words_of_accelerate_are_those_of_its_enums() -> None:
         assert set(getattr(constants, f"FSDP_{name.upper()}")) <= set(words[f"fsdp_config.{name}"])
 
 
+def test_schedules_of_deepspeed_and_their_parameters_are_those_of_its_classes() -> None:
+    import inspect
+
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    tables, torchs = launcher_tables(), vars(torch.optim.lr_scheduler)
+    classes = {name for name, each in torchs.items() if inspect.isclass(each) and hasattr(each, "get_last_lr")}
+    assert set(tables["words"]["deepspeed"]["scheduler.type"]["words"]) == {
+        *lr_schedules.VALID_LR_SCHEDULES,
+        *(name for name in classes if not name.startswith("_")),
+    }
+    for name, parameters in tables["schedule_parameters"].items():
+        assert list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:] == parameters
+
+
 @pytest.mark.parametrize(
     ("script", "printed"),
     [

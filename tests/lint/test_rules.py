@@ -32,6 +32,8 @@ FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 FSDP1 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
 PAIR = f"{DEEPSPEED}  deepspeed_config_file: ds.json\n"
+SCHEDULE = {"params": {"warmup_min_ratio": 0}}
+IN_JSON = ('{"zero_optimization": {"stage": 2}, "scheduler": ', "}")
 SFT = "model_name_or_path: a/b\ndataset_name: c/d\nmax_length: 512\n"
 TRL = "model_name_or_path: Qwen/Qwen3-8B\nlearning_rate: 0.1\n"
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
@@ -211,6 +213,10 @@ CASES = [
       for bad, good in REFUSED_BY_PEFT),
     Case("auto-is-kept", '{"train_batch_size": "auto", "zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}',
          zero(3, reduce_bucket_size="auto") , 2, "ds.json"),
+    Case("unknown-schedule-parameter", json.dumps(SCHEDULE | {"type": "WarmupDecayLR"}, indent=1).join(IN_JSON),
+         json.dumps(SCHEDULE | {"type": "WarmupCosineLR"}).join(IN_JSON), 3, "ds.json"),
+    Case("unknown-word", json.dumps(SCHEDULE | {"type": "WarmupCosineAnnealing"}, indent=1).join(IN_JSON),
+         json.dumps(SCHEDULE | {"type": "CosineAnnealingLR"}).join(IN_JSON), 5, "ds.json"),
     Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
          "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),
     Case("weights-of-losses", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",

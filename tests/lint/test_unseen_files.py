@@ -1298,3 +1298,19 @@ def test_a_command_of_the_program_says_whose_a_file_is(command: str, level: str,
 def test_a_comment_and_a_word_of_unsloth_are_no_mistakes(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert [each for each in lint_paths([tmp_path / name]).findings if each.level == "error"] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"), [("true", "`zero_allow_untested_optimizer`"), ('"for the large runs"', "remove it")]
+)
+def test_a_key_is_not_taken_for_one_that_cannot_have_its_value(value: str, fix: str, tmp_path: Path) -> None:
+    text = f'{{"zero_optimization": {{"stage": 2}}, "zero_allow_untested_optimizers": {value}}}'
+    found = [each for each in lint(tmp_path, a__json=text) if each.rule == "unknown-deepspeed-key"]
+    assert [each.fix for each in found] == [fix]
+
+
+@pytest.mark.parametrize(("flag", "level"), [("", "warning"), (" --use_vllm true", "note")])
+def test_an_allocator_that_vllm_may_refuse_is_not_told_to_be_exported(flag: str, level: str, tmp_path: Path) -> None:
+    script = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    script += f"accelerate launch train.py --output_dir out --bf16 true{flag}\n"
+    assert levels(lint(tmp_path, a__sh=script))["PYTORCH_CUDA_ALLOC_CONF"] == level

@@ -205,6 +205,16 @@ def nvme_prefetch(doc: Document) -> Iterator[Match]:
 # -- sizes and communication
 
 
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a parameter that the schedule has")
+def unknown_schedule_parameter(doc: Document) -> Iterator[Match]:
+    """The schedule raises TypeError for a parameter that it does not have."""
+    known = launcher_tables()["schedule_parameters"].get(doc.get("scheduler.type"), ())
+    for name in doc.block("scheduler.params") if known else ():
+        if name not in known:
+            message = f"`{shorten(name)}` is no parameter of {doc.get('scheduler.type')}: DeepSpeed raises"
+            yield Match(f"scheduler.params.{name}", message, f"remove it; it has {', '.join(known)}")
+
+
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
 def optimizer_of_json(doc: Document) -> Iterator[Match]:
     """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""

@@ -87,6 +87,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
     close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
     close = PLUGIN_FIELDS.get(name, close) if doc.kind != DEEPSPEED else close
+    kind = known.get(close) if is_own and doc.kind == DEEPSPEED else None
+    if kind is not None and _has_wrong_type(kind, doc.get(key), block=block, is_deepspeed=True):
+        close = None  # prose, or a switch in the place of a block
     is_free = close is not None and not doc.has(new := f"{prefix}{close}")
     fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     fix = f"`{close}`" if is_free else "remove it"

@@ -103,8 +103,11 @@ def not_exported(doc: Document) -> Iterator[Match]:
                 continue
             reported.add(name)
             of_slurm = name == "CUDA_VISIBLE_DEVICES" and doc.kind == SBATCH  # which exports it
-            level = NOTE if of_slurm else None
             fix, at = f"`export {name}=...`, or in front of the launcher on its line", found.start(1) + place.start()
+            # vLLM's sleep mode refuses expandable segments: the job may run because nothing reads the variable.
+            of_vllm = name.endswith("ALLOC_CONF") and "vllm" in f"{script.text}{doc.reader_source}".lower()
+            fix = f"{fix}, if vLLM does not sleep; or remove it" if of_vllm else fix
+            level = NOTE if of_slurm or of_vllm else None
             message = f"{name} is assigned, and not exported: it has no effect unless the environment has it already"
             yield Match(name, message, fix, line=script.line_at(at), level=level)
 
