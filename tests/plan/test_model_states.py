@@ -18,12 +18,25 @@ from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, linear
 from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import model_states
-from toolkit.presets import load_preset
+from toolkit.plan.memory import plan_memory
+from toolkit.plan.model_states import all_ranks_bytes, model_states
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.presets import list_presets, load_preset
+from toolkit.presets.spec import PresetSpec
 from toolkit.versions import is_importable
 
 MEASURED = read(ROOT / "tests" / "fixtures" / "quantized_bytes.json")
 needs_bitsandbytes = pytest.mark.skipif(not is_importable("bitsandbytes"), reason="bitsandbytes is not installed")
+
+
+@pytest.mark.parametrize("preset", [preset for preset in list_presets() if preset.engine != "pipeline"], ids=str)
+def test_the_states_of_all_ranks_on_a_cpu_are_those_of_a_plan_without_mixed_precision(preset: PresetSpec) -> None:
+    size = preset.max_world_size or 8
+    for words in ({}, {"lora_r": 8}, {"optim": "adafactor"}):
+        job = PlannedJob(**words, **dict.fromkeys(preset.degrees, 2))
+        plan = plan_memory(llama_8b(), preset, world_size=size, job=job, mixed_precision="no")
+        found = all_ranks_bytes(llama_8b(), preset, world_size=size, job=job)
+        assert found == size * plan.states.total_bytes > 0
 
 
 def test_model_states_of_an_8b_model_by_hand() -> None:

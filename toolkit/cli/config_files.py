@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli.options import recognising
 from toolkit.entry_point import print_message
 from toolkit.errors import EXIT_INVALID_INPUT, EXIT_RUN_FAILED, ToolkitError, shown, visible
 from toolkit.flags import JsonOutput
@@ -53,7 +54,6 @@ def lint(
     A DeepSpeed JSON that a YAML names is checked with it. Exit code 1 if there are findings of --level or above, 2 if
     a file cannot be read.
     """
-    from toolkit.convert.conversion import recognising
     from toolkit.lint.check import lint_paths
     from toolkit.lint.findings import LEVELS
     from toolkit.lint.rules.settings import shorten

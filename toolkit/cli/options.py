@@ -5,12 +5,14 @@ A new flag is one field: the command line, its help, and the work that receives 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from toolkit.errors import ToolkitError
 from toolkit.files.paths import expand_home
 
 
@@ -79,3 +81,15 @@ def _field_parameters(options_type: type) -> list[inspect.Parameter]:
         kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[value_type, *metadata]
         found.append(inspect.Parameter(field.name, kind, default=default, annotation=annotation))
     return found
+
+
+@contextlib.contextmanager
+def recognising(*files: str) -> Iterator[None]:
+    """Where one of the files is refused and reads like another tool's, say what reads it."""
+    try:
+        yield
+    except ToolkitError as error:
+        from toolkit.convert.conversion import add_reader
+
+        add_reader(error, files)
+        raise

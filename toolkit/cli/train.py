@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.options import expand_options
+from toolkit.cli.options import expand_options, recognising
 from toolkit.compare.options import CompareOptions
 from toolkit.entry_point import print_failure, print_message
 from toolkit.errors import RunFailed, ToolkitError
@@ -36,7 +36,6 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     demo`. `toolkit train -- --help` lists all training arguments. With --script or --module, what follows `--` is for
     that program.
     """
-    from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
     from toolkit.doctor.ops import compile_for_run
     from toolkit.launch.launch import prepare_run
@@ -121,7 +120,7 @@ def _check_node(prepared: PreparedRun) -> None:
     """Warn of more ranks than cores. Raises ToolkitError where the model states of all ranks exceed the host memory."""
     from toolkit.hardware.node import usable_memory_bytes
     from toolkit.models.read_model import read_model
-    from toolkit.plan.memory import plan_memory
+    from toolkit.plan.model_states import all_ranks_bytes
     from toolkit.plan.planned_job import PlannedJob
 
     run, cores, needed = prepared.run, len(os.sched_getaffinity(0)), 0
@@ -129,8 +128,7 @@ def _check_node(prepared: PreparedRun) -> None:
         print_message(f"warning: {run.num_processes} processes share {counted(cores, 'core')}")
     with contextlib.suppress(ToolkitError):  # of a job that cannot be planned, as that of a script
         shape, job = read_model(str(run.job.model_name_or_path), count=False), PlannedJob.of(run.job)
-        plan = plan_memory(shape, run.preset, world_size=run.num_processes, job=job, mixed_precision="no")
-        needed = run.num_processes * plan.states.total_bytes
+        needed = all_ranks_bytes(shape, run.preset, world_size=run.num_processes, job=job)
     if needed > (memory := usable_memory_bytes()):
         raise ToolkitError(
             f"model states of {run.num_processes} processes take {gib(needed)} in fp32; this node has {gib(memory)}",
@@ -145,7 +143,6 @@ def compare(options: CompareOptions, as_json: JsonOutput = False) -> None:
     After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
     """
     from toolkit.compare.commands import run_comparison
-    from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
 
     with recognising(*options.preset, *options.training_arguments[:1]):
@@ -162,7 +159,6 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
 
     The job: a model, a YAML file (--config), or arguments as for `toolkit train`, after `--`.
     """
-    from toolkit.convert.conversion import recognising
     from toolkit.demo.assets import with_demo_inputs
     from toolkit.tune.commands import run_tune
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,17 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
     return f"`{' '.join(words)}`{runs}"
 
 
-@contextlib.contextmanager
-def recognising(*files: str) -> Iterator[None]:
-    """Where one of the files is refused and reads like another tool's, say what reads it."""
-    try:
-        yield
-    except ToolkitError as error:
-        for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
-            with contextlib.suppress(ToolkitError):
-                program = program_of(values := read_configuration(Path(file)))
-                if program is not None and program in plan_table()["unread"]:
-                    error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
-                elif program is not None:
-                    tool = program_schema(program).tool
-                    reads = f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
-                    error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
-        raise
+def add_reader(error: ToolkitError, files: Collection[str]) -> None:
+    """Let a refused file that reads like another tool's say what reads it."""
+    for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
+        with contextlib.suppress(ToolkitError):
+            program = program_of(values := read_configuration(Path(file)))
+            if program is not None and program in plan_table()["unread"]:
+                error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
+            elif program is not None:
+                tool = program_schema(program).tool
+                reads = f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"
+                error.hint = f"a file of {tool}: `toolkit train --module {MODULES[tool]} {file}` runs it{reads}"
 
 
 def convert_settings(tool: str, values: Mapping[str, Any], path: Path) -> Conversion:

@@ -30,7 +30,8 @@ from toolkit.launch.resume import TrainingRun
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
-from toolkit.plan.memory import DOES_NOT_FIT, FITS, plan_memory
+from toolkit.plan.memory import DOES_NOT_FIT, FITS
+from toolkit.plan.model_states import all_ranks_bytes
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, node_memory
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import list_presets, load_preset
@@ -247,9 +248,8 @@ class Search:
         size, why = self.options.world_size, None
         with contextlib.suppress(ToolkitError):
             if self.shape is not None and self.gpu is None:  # on a CPU: the model states of all ranks alone, in fp32
-                job = PlannedJob.of(job)
-                memory = plan_memory(self.shape, preset, world_size=size, job=job, mixed_precision="no")
-                needed, usable = size * memory.states.total_bytes, usable_memory_bytes()
+                needed = all_ranks_bytes(self.shape, preset, world_size=size, job=PlannedJob.of(job))
+                usable = usable_memory_bytes()
                 why = f"model states take {gib(needed)} of host memory, which has {gib(usable)}"
                 return setting, why if needed > usable else None
             if self.shape is not None and self.gpu is not None:
