@@ -51,7 +51,7 @@ def test_the_tables_name_what_a_program_has_for_what_it_has_not() -> None:
 def test_the_length_of_an_older_trl_is_converted_and_not_left_out(tmp_path: Path) -> None:
     conversion = convert_text(tmp_path, f"{TRL_SFT}max_seq_length: 8192\n")
     assert conversion.arguments["max_seq_length"] == 8192
-    assert conversion.not_converted == ()
+    assert conversion.not_converted == []
 
 
 @pytest.mark.parametrize(("text", "tool"), [(SWIFT, "ms-swift"), ("model: {_component_: x}\n", "torchtune")])

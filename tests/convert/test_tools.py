@@ -119,7 +119,7 @@ def test_a_llama_factory_configuration_becomes_arguments(tmp_path: Path, monkeyp
         "activation_checkpointing": True, "use_liger_kernel": True, "logging_steps": 10, "eval_strategy": "steps",
         "eval_steps": 500,
     }  # fmt: skip
-    assert conversion.defaults == ("lora_r", "activation_checkpointing")
+    assert conversion.defaults == ["lora_r", "activation_checkpointing"]
     assert set(reasons_of(conversion)) == {"trust_remote_code", "template", "overwrite_output_dir", "bf16"}
     assert "cut off" in conversion.notes["max_seq_length"]
     assert unaccounted(yaml.safe_load(LLAMA_FACTORY), conversion) == []

@@ -5,7 +5,7 @@
 >>> draft.translate()
 >>> done = draft.finish(preset="ddp")
 >>> done.arguments, done.redundant, [each.key for each in done.not_converted]
-({'model_name_or_path': 'Qwen/Qwen3-8B'}, ('strict',), ['loss_watchdog_patience'])
+({'model_name_or_path': 'Qwen/Qwen3-8B'}, ['strict'], ['loss_watchdog_patience'])
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ class NotConverted:
     """False for a setting that the other tool does not use either: of adapters, where none are trained."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Conversion:
     """A configuration of another tool as a preset and training arguments."""
 
     tool: str
-    preset: str
-    num_processes: int | None  # None where the configuration does not say
-    arguments: dict[str, Any]
-    defaults: tuple[str, ...]
+    preset: str = "ddp"
+    num_processes: int | None = None  # None where the configuration does not say
+    arguments: dict[str, Any] = field(default_factory=dict)
+    defaults: list[str] = field(default_factory=list)
     """Arguments that the configuration does not set: they are the other tool's defaults, which differ from ours."""
-    notes: dict[str, str]  # argument, or `--preset`, to what is different in meaning
-    converted: dict[str, str]  # key of the configuration to the argument, or to `--preset` or `--num-processes`
-    redundant: tuple[str, ...]  # keys that are empty, off, or say what happens here anyway
-    not_converted: tuple[NotConverted, ...]
+    notes: dict[str, str] = field(default_factory=dict)  # argument, or `--preset`, to what is different in meaning
+    converted: dict[str, str] = field(default_factory=dict)
+    """Key of the configuration to the argument, or to `--preset` or `--num-processes`."""
+    redundant: list[str] = field(default_factory=list)  # keys that are empty, off, or say what happens here anyway
+    not_converted: list[NotConverted] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,24 +121,19 @@ def plan_table() -> dict[str, Any]:
     return read_configuration(TABLES / "plan.yaml")
 
 
-class Draft:
-    """The settings that are still to be converted (`fsdp_config.offload_params`), and what became of the others.
+class Draft(Conversion):
+    """A conversion with the settings that are still to be converted (`fsdp_config.offload_params`).
 
     What changes a setting does nothing if that setting is not left.
     """
 
     def __init__(self, dialect: Dialect, values: Mapping[str, Any]) -> None:
+        super().__init__(tool=dialect.tool)
         self.dialect = dialect
         flat = flattened(values, blocks=dialect.blocks, lists=dialect.lists)
         # A converted file is shared: a secret in it is `***`, which a run refuses by name.
         self.left = {key: value for key, value in hide_settings(flat).items() if value is not None}
-        self.arguments: dict[str, Any] = {}
-        self.num_processes: int | None = None
-        self.defaults: list[str] = []
-        self.notes: dict[str, str] = {}
-        self._converted: dict[str, str] = {}
-        self._redundant = [key for key, value in flat.items() if value is None]
-        self._not_converted: list[NotConverted] = []
+        self.redundant += [key for key, value in flat.items() if value is None]
 
     # -- what is left
 
@@ -173,13 +169,13 @@ class Draft:
         """Record that settings decided `by`: an argument, `--preset` or `--num-processes`."""
         for key in self.among(*keys):
             del self.left[key]
-            self._converted[key] = by
+            self.converted[key] = by
 
     def drop(self, *keys: str) -> None:
         """Record settings as redundant."""
         for key in self.among(*keys):
             del self.left[key]
-            self._redundant.append(key)
+            self.redundant.append(key)
 
     def leave_out(self, *keys: str, reason: str, has_effect: bool = True) -> None:
         """List settings as not converted."""
@@ -188,7 +184,7 @@ class Draft:
 
     def report(self, key: str, value: Any, reason: str, *, has_effect: bool = True) -> None:
         """List a value as not converted."""
-        self._not_converted.append(NotConverted(key=key, value=value, reason=reason, has_effect=has_effect))
+        self.not_converted.append(NotConverted(key=key, value=value, reason=reason, has_effect=has_effect))
 
     def assign(self, argument: str, value: Any, *keys: str, note: str | None = None) -> None:
         """Set an argument from the settings `keys`; they are listed if the argument has a value already."""
@@ -231,8 +227,8 @@ class Draft:
     def take_back(self, argument: str, reason: str) -> None:
         """Remove an argument, if it is set, and list the settings that it came from as not converted."""
         value = self.arguments.pop(argument, None)
-        for key in [key for key, by in self._converted.items() if by == argument]:
-            del self._converted[key]
+        for key in [key for key, by in self.converted.items() if by == argument]:
+            del self.converted[key]
             self.report(key, value, reason)
         self.defaults = [name for name in self.defaults if name != argument]
 
@@ -295,17 +291,10 @@ class Draft:
         if spec.traits.gathers_layers:
             self.take_back("activation_checkpointing_kwargs", "FSDP2 checkpoints each layer itself")
         check_supported(spec, Job.from_values(self.arguments))
-        return Conversion(
-            tool=self.dialect.tool,
-            preset=preset,
-            num_processes=self.num_processes,
-            arguments={name: self.arguments[name] for name in argument_types() if name in self.arguments},
-            defaults=tuple(self.defaults),
-            notes={name: note for name, note in self.notes.items() if name in (*self.arguments, PRESET)},
-            converted=self._converted,
-            redundant=tuple(self._redundant),
-            not_converted=tuple(self._not_converted),
-        )
+        self.preset = preset
+        self.arguments = {name: self.arguments[name] for name in argument_types() if name in self.arguments}
+        self.notes = {name: note for name, note in self.notes.items() if name in (*self.arguments, PRESET)}
+        return self
 
 
 def flattened(values: Mapping[str, Any], *, blocks: Collection[str], lists: Collection[str]) -> dict[str, Any]:
