@@ -113,17 +113,15 @@ class ObservedLoop:
         hook = model.register_forward_pre_hook(self._on_forward, prepend=True, with_kwargs=True)
         self.observer.undo += [hook.remove, *time_waits_in_forward(model, timer)]
         self.observer.times_waits = True
-        for name in ("backward", "clip_grad_norm_", "save_state", "end_training"):
-            self._wrap(accelerator, name, getattr(self, f"_{name}"))
-        self._wrap(optimizer, "step", self._step)
+        methods = ("backward", "clip_grad_norm_", "save_state", "end_training")
+        observed = [(accelerator, name, getattr(self, f"_{name}")) for name in methods]
+        observed.append((optimizer, "step", self._step))
         if self.reduces_itself:  # its backward takes the step too
-            self._wrap(model, "step", self._engine_step)
+            observed.append((model, "step", self._engine_step))
+        self.observer.undo += [wrap_method(*each) for each in observed]
         ObservedLoop.current, DataLoaderShard.__iter__ = self, _iterate_observed
         atexit.register(self._left_open)
         self.observer.begin_training(self.step)
-
-    def _wrap(self, owner: Any, name: str, observed: Callable[..., Any]) -> None:
-        self.observer.undo.append(wrap_method(owner, name, observed))
 
     # -- what passes in a step
 
@@ -236,13 +234,9 @@ class ObservedLoop:
 
     # -- the end
 
-    @property
-    def is_open(self) -> bool:
-        return ObservedLoop.current is self
-
     def close(self) -> None:
         """Complete the record, and leave the loop as it was. Collective."""
-        if self.is_open:
+        if ObservedLoop.current is self:
             self.release()
             self.observer.timer.end_training()
             self.observer.verification.check_replicas(self.step)
@@ -258,7 +252,7 @@ class ObservedLoop:
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
-        elif self.is_open:
+        elif ObservedLoop.current is self:
             self.release()
             if isinstance(error, SystemExit):
                 self._write_failure(f"the script called sys.exit({error.code})")
@@ -267,7 +261,7 @@ class ObservedLoop:
 
     def _left_open(self) -> None:
         """At the end of the process, without `with` and `close`: other ranks may be gone."""
-        if self.is_open:
+        if ObservedLoop.current is self:
             raised = getattr(sys, "last_value", None)
             hint = "the loop ended without `observer.close()`: use `with observe(...):`"
             self._write_failure(hint if raised is None else f"{type(raised).__name__}: {raised}")
@@ -293,22 +287,21 @@ def observe_loop(
     `require`, a run that is not what the preset specifies ends with AttestationFailed after its first optimizer step.
     Raises ToolkitError for objects that are not prepared, and for a folder that holds a finished or a running run.
     """
-    given = {"model": model, "optimizer": optimizer}
-    unprepared = [name for name, each in given.items() if not getattr(each, "_is_accelerate_prepared", False)]
-    for name in unprepared[:1]:
-        raise ToolkitError(
-            f"observe(accelerator=..., {name}=...): this {name} is not one that the accelerator has prepared",
-            hint="pass `model=` and `optimizer=` as `accelerator.prepare` returned them",
-        )
+    for name, given in (("model", model), ("optimizer", optimizer)):
+        if not getattr(given, "_is_accelerate_prepared", False):
+            raise ToolkitError(
+                f"observe(accelerator=..., {name}=...): this {name} is not one that the accelerator has prepared",
+                hint="pass `model=` and `optimizer=` as `accelerator.prepare` returned them",
+            )
     if ObservedLoop.current is not None:
         raise ToolkitError("a loop is observed already", hint="close its observer first: `observer.close()`")
     preset, ranks = load_preset(require) if isinstance(require, str) else require, accelerator.num_processes
-    expected = ExpectedRun.of_preset(preset, ranks)
     path = Path(folder or Path("runs") / (Path(sys.argv[0]).stem or "loop"))
-    training = LoopedTraining(folder=path, world_size=ranks, expected=expected, untimed_steps=untimed_steps)
     ObservedLoop.opened[path] += 1
     if (number := ObservedLoop.opened[path]) > 1:  # a fold of a cross validation
-        training = replace(training, folder=path / f"training-{number}")
+        path /= f"training-{number}"
+    expected = ExpectedRun.of_preset(preset, ranks)
+    training = LoopedTraining(folder=path, world_size=ranks, expected=expected, untimed_steps=untimed_steps)
     if ObservedLoop.launched is not None:
         training = ObservedLoop.launched(training)
     return ObservedLoop(accelerator, model, optimizer, training)
