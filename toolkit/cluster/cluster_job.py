@@ -17,7 +17,6 @@ from toolkit.errors import ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
-from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch import command
 from toolkit.launch.preflight import check_arguments_of, check_output, check_required, check_run, device_of
@@ -185,8 +184,7 @@ def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str],
         argv = [*without_flags(argv, ["gradient_accumulation_steps"]), "--global_batch_size", str(batch)]
         job = Job.from_argv(argv)
     for world_size in options.world_sizes:
-        groups = TrainingRun(preset=preset, job=job, num_processes=world_size).data_parallel_size
-        with_accumulation(job, data_parallel_size=groups, ranks_per_batch=world_size // groups)
+        TrainingRun(preset=preset, job=job, num_processes=world_size).accumulated()
     return argv, job
 
 

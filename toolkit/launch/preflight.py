@@ -25,7 +25,6 @@ from toolkit.hardware.gpus import count_gpus
 from toolkit.installation import TRAIN, require, require_versions
 from toolkit.job.argument_values import as_list
 from toolkit.job.dataset_checks import check_rows_fill_a_step, check_val_size
-from toolkit.job.global_batch import with_accumulation
 from toolkit.job.job import Job
 from toolkit.launch.resume import TrainingRun
 from toolkit.models.config_fields import read_config
@@ -74,9 +73,7 @@ def check_run(run: TrainingRun) -> TrainingRun:
         _rows_of(job, "eval_dataset")
     check_columns(job.column or {}, [*job.dataset, *as_list(job.eval_dataset)])
     check_chat_template(job)
-    groups = run.data_parallel_size
-    job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=run.num_processes // groups)
-    run = replace(run, job=job, warnings=tuple(warnings))
+    run = replace(run.accumulated(), warnings=tuple(warnings))
     check_rows_fill_a_step(rows, run.global_batch_size, names, packing=job.packing)
     return run
 

@@ -10,15 +10,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.engines.engine import Engine
 from toolkit.engines.registry import ENGINES
 from toolkit.errors import ToolkitError, printed_errors
 from toolkit.job.argument_values import as_list
-from toolkit.job.global_batch import global_batch_size
+from toolkit.job.global_batch import global_batch_size, with_accumulation
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OPTIMIZERS, same_states
 from toolkit.parallel.layout import ParallelLayout
@@ -68,6 +68,12 @@ class TrainingRun:
     def output_dir(self) -> Path:
         """The run folder."""
         return Path(str(self.job.output_dir))
+
+    def accumulated(self) -> Self:
+        """Return the run with the steps that keep `--global_batch_size`. Raises ToolkitError where none do."""
+        groups = self.data_parallel_size
+        shared_by = self.num_processes // groups
+        return replace(self, job=with_accumulation(self.job, data_parallel_size=groups, ranks_per_batch=shared_by))
 
     def differences(self, found: Manifest) -> dict[str, tuple[Any, Any]]:
         """Return what makes a checkpoint not fit, with the values then and now; empty for one that is loaded as it is.

@@ -23,7 +23,7 @@ from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.node import usable_memory_bytes
-from toolkit.job.global_batch import BATCH_ARGUMENT, global_batch_size, with_accumulation
+from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
 from toolkit.launch.preflight import check_process_count, device_of
 from toolkit.launch.resume import TrainingRun
@@ -153,14 +153,13 @@ class Search:
             hint = "`toolkit compare --nvme-path DIR` compares it with others"
             raise ToolkitError(f"preset {preset.name!r} offloads to a disk, which tune does not search", hint=hint)
         _check(options, preset, job)
-        gpu, shape, groups = options.planned_gpu, None, _groups(options, preset, job)
-        job = with_accumulation(job, data_parallel_size=groups, ranks_per_batch=options.world_size // groups)
+        run = _run(options, preset, job).accumulated()
+        gpu, shape, job, rows = options.planned_gpu, None, run.job, run.global_batch_size
         with contextlib.suppress(ToolkitError):
             read = read_model(str(job.model_name_or_path), count=not options.on_cpu) if job.model_name_or_path else None
             if read is not None and (gpu is not None or options.on_cpu):
                 check_planned_job(PlannedJob.of(job), read)
                 shape = read
-        rows = global_batch_size(job, groups)
         return cls(options=options, job=job, preset=preset, source=source, sequences=rows, gpu=gpu, shape=shape)
 
     @property
@@ -176,7 +175,7 @@ class Search:
 
     def own(self) -> Setting:
         """Return the user's own setting, which is tried whatever the plan says."""
-        groups = _groups(self.options, self.preset, self.job)
+        groups = _run(self.options, self.preset, self.job).data_parallel_size
         made = self.setting(self.source, self.preset, self.job.per_device_train_batch_size, self.own_parts, groups)
         return self.planned(replace(made, name=YOURS, changes={}, changed=()), self.preset, self.job)[0]
 
@@ -197,7 +196,7 @@ class Search:
             preset = load_preset(source)
             try:
                 _check(self.options, preset, self.job, recommended=source != self.source)
-                groups = _groups(self.options, preset, self.job)
+                groups = _run(self.options, preset, self.job).data_parallel_size
                 batches = self.batches(groups)
             except ToolkitError as error:
                 yield NotTried(preset.name, "invalid", error.message)
@@ -279,18 +278,17 @@ def words_of(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(Job.from_values(values).to_argv())
 
 
-def _groups(options: TuneOptions, preset: PresetSpec, job: Job) -> int:
-    layout = preset.layout(options.world_size, job.degrees)
-    return options.world_size if layout is None else layout.data_parallel_size
+def _run(options: TuneOptions, preset: PresetSpec, job: Job) -> TrainingRun:
+    device = device_of(on_cpu=options.on_cpu, gpus=None if options.gpu is None else options.world_size)
+    return TrainingRun(preset=preset, job=job, num_processes=options.world_size, device=device)
 
 
 def _check(options: TuneOptions, preset: PresetSpec | None, job: Job, *, recommended: bool = False) -> None:
     """Raise ToolkitError for a job that does not run here; `recommended` also for presets to be chosen by hand."""
-    size, on_cpu, here = options.world_size, options.on_cpu, options.gpu is None
+    size, on_cpu = options.world_size, options.on_cpu
     if preset is not None:
-        device = device_of(on_cpu=on_cpu, gpus=None if here else size)
-        check_process_count(TrainingRun(preset=preset, job=job, num_processes=size, device=device))
-    check_arguments(job, preset, num_processes=size, on_cpu=on_cpu, here=here)
+        check_process_count(_run(options, preset, job))
+    check_arguments(job, preset, num_processes=size, on_cpu=on_cpu, here=options.gpu is None)
     if recommended:
         device = replace(CPU if on_cpu else Device(), has_nvme=False)
         check_supported(preset, job, world_size=size, device=device, purpose="recommend")
