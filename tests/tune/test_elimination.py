@@ -175,7 +175,7 @@ def search(surface: Surface, chance: random.Random) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("surface", surfaces(), ids=lambda surface: surface.name)
 def test_searches_on_recorded_trials_eliminate_the_fastest_no_more_often_than_stated(surface: Surface) -> None:
-    """A hundred searches on each kind of surface; benchmarks/results/tune.jsonl has a thousand."""
+    """A hundred searches on each kind of surface; benchmarks/results/tune.jsonl has three hundred."""
     chance = random.Random(surface.name)
     results = [search(surface, chance) for _ in range(100)]
     assert sum(is_wrong for is_wrong, _ in results) <= 10  # 5 of 100, and two standard deviations
