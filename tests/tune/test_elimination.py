@@ -13,14 +13,21 @@ import pytest
 from launching import ROOT
 
 from toolkit.compare.significance import student_t
-from toolkit.tune.elimination import ERROR, after_round, mean_interval, noise, ratio_interval
+from toolkit.tune.elimination import ERROR, after_round, mean_interval, noise, ratio_interval, spent
 
 
 def test_the_confidence_of_a_round_shares_the_error_among_settings_and_rounds() -> None:
     figures = {"a": [0.0, 0.0, 0.01], "b": [0.3, 0.32, 0.31]}
-    confidence = 1 - ERROR / (12 * 3 * 4)  # the sum of 1 / (r (r + 1)) over all rounds is 1
-    race = after_round(figures, num_settings=12)
+    confidence = 1 - 2 * ERROR / 11 * (4 - 1) / 49  # of the second of seven looks, each end
+    race = after_round(figures, num_settings=12, num_rounds=8)
     assert race.ratios == {"b": ratio_interval(figures, "b", "a", confidence=confidence)}
+
+
+@pytest.mark.parametrize("num_rounds", [2, 3, 8, 50])
+def test_the_rounds_spend_the_whole_error_and_the_first_none_of_it(num_rounds: int) -> None:
+    shares = [spent(number, num_rounds) for number in range(1, num_rounds + 1)]
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares == sorted(shares)
 
 
 def test_the_noise_is_what_is_left_without_settings_and_rounds() -> None:
@@ -50,23 +57,25 @@ def test_the_interval_is_student_t_around_the_mean_of_the_rounds_of_both() -> No
 def test_a_setting_that_varies_more_than_the_others_is_judged_by_its_own_variance() -> None:
     quiet = {f"quiet{number}": [0.0, 0.001 * number, 0.0] for number in range(10)}
     figures = quiet | {"loud": [0.1, 0.5, -0.2]}
-    race = after_round(figures, num_settings=11)
+    race = after_round(figures, num_settings=11, num_rounds=8)
     low, high = race.ratios["loud"] if race.leader != "loud" else (0.0, 2.0)
     assert low < 1 < high
 
 
 def test_one_setting_that_is_slower_leaves_and_the_equal_ones_settle_only_when_the_noise_allows_it() -> None:
-    race = after_round({"a": [0.0, 0.001], "b": [0.7, 0.7], "c": [0.0, 0.0]}, num_settings=3)
+    race = after_round({"a": [0.0, 0.001], "b": [0.7, 0.7], "c": [0.0, 0.0]}, num_settings=3, num_rounds=8)
     assert sorted(race.slower) == ["b"]
-    exact = after_round({"a": [0.0] * 3, "b": [0.0, 1e-5, 0.0], "c": [1e-5, 0.0, 0.0]}, num_settings=3)
+    exact = after_round({"a": [0.0] * 3, "b": [0.0, 1e-5, 0.0], "c": [1e-5, 0.0, 0.0]}, num_settings=3, num_rounds=8)
     assert exact.slower == {}
     assert exact.settled
-    noisy = after_round({"a": [0.0, 0.1, 0.0], "b": [0.1, 0.0, 0.1], "c": [0.0, 0.1, 0.1]}, num_settings=3)
+    noisy = after_round(
+        {"a": [0.0, 0.1, 0.0], "b": [0.1, 0.0, 0.1], "c": [0.0, 0.1, 0.1]}, num_settings=3, num_rounds=8
+    )
     assert not noisy.settled
 
 
 def test_single_trials_have_no_interval() -> None:
-    assert after_round({"a": [0.0], "b": [0.7]}, num_settings=2).ratios == {}
+    assert after_round({"a": [0.0], "b": [0.7]}, num_settings=2, num_rounds=8).ratios == {}
     assert mean_interval({"a": [0.0], "b": [0.7]}, "a") is None
 
 
@@ -155,7 +164,7 @@ def search(surface: Surface, chance: random.Random) -> tuple[bool, float]:
             figures[name].append(true[name] + shift + noise)
         if number == 0:
             continue
-        race = after_round(figures, num_settings=NUM_SETTINGS)
+        race = after_round(figures, num_settings=NUM_SETTINGS, num_rounds=ROUNDS)
         left = [name for name in left if name not in race.slower]
         if len(left) == 1 or race.settled:
             break
@@ -166,7 +175,7 @@ def search(surface: Surface, chance: random.Random) -> tuple[bool, float]:
 
 @pytest.mark.parametrize("surface", surfaces(), ids=lambda surface: surface.name)
 def test_searches_on_recorded_trials_eliminate_the_fastest_no_more_often_than_stated(surface: Surface) -> None:
-    """A hundred searches on each kind of surface; benchmarks/results/tune.jsonl has a thousand."""
+    """A hundred searches on each kind of surface; benchmarks/results/tune.jsonl has three hundred."""
     chance = random.Random(surface.name)
     results = [search(surface, chance) for _ in range(100)]
     assert sum(is_wrong for is_wrong, _ in results) <= 10  # 5 of 100, and two standard deviations

@@ -8,20 +8,24 @@ so that what slows a whole round, such as a neighbor on the node, cancels in the
 setting i is eliminated if the confidence interval of its ratio to the leader (the setting with the lowest mean) lies
 above 1:
 
-    mean(i) - mean(leader) > t(1 - e_r, df) · s · sqrt(2 / r),    e_r = e / (K · r · (r + 1)).
+    mean(i) - mean(leader) > t(1 - e_r, df) · s · sqrt(2 / r),
+    e_r = e / (K - 1) · (f(r) - f(r - 1)),    f(r) = ((r - 1) / (R - 1))².
 
-The error e (5 %) is shared by the K settings and by all rounds, since the sum of 1 / (r (r + 1)) is 1: by the union
-bound the truly fastest setting is eliminated in at most e of the searches, whenever one stops. Dividing an error over
-repeated looks at the same data is the "alpha spending" of Lan and DeMets 1983 ("Discrete sequential boundaries for
-clinical trials"); racing to the best by elimination is Maron and Moore 1994 ("Hoeffding races") and, with t tests,
-Birattari et al. 2002 ("A racing algorithm for configuring metaheuristics").
+The error e (5 %) is shared by the K - 1 settings that could wrongly eliminate the fastest, and by the rounds from the
+second to R, the last: by the union bound the truly fastest setting is eliminated in at most e of the searches, whenever
+one stops. Dividing an error over repeated looks is the "alpha spending" of Lan and DeMets 1983 ("Discrete sequential
+boundaries for clinical trials"), and this f the power family of Kim and DeMets 1987 ("Design and analysis of group
+sequential tests based on the type I error spending rate function"): little is spent while few trials say how large
+the noise is. Racing to the best by elimination is Maron and Moore 1994 ("Hoeffding races") and, with t tests, Birattari
+et al. 2002 ("A racing algorithm for configuring metaheuristics").
 
 The variance s² is pooled over all settings, those already eliminated included: two trials of one setting say little.
 Each round adds the squared deviations of its figures from the means of the rounds before, without their common shift
 (Helmert contrasts): a round of k settings has k - 1 degrees of freedom. Where the differences between two settings
 themselves vary more than that, as those of a setting that offloads do, their own variance is taken.
 
->>> race = after_round({"a": [0.0, 0.01, 0.0], "b": [0.7, 0.7, 0.69], "c": [0.02, 0.0, 0.01]}, num_settings=3)
+>>> figures = {"a": [0.0, 0.01, 0.0], "b": [0.7, 0.7, 0.69], "c": [0.02, 0.0, 0.01]}
+>>> race = after_round(figures, num_settings=3, num_rounds=8)
 >>> race.leader, sorted(race.slower)
 ('a', ['b'])
 """
@@ -66,12 +70,22 @@ class Race:
         return all(low >= 1 - SAME_SPEED for low, _ in self.ratios.values())
 
 
-def after_round(figures: Figures, *, num_settings: int, error: float = ERROR) -> Race:
-    """Return the race after the last complete round; `num_settings` is K, with those that were eliminated before."""
+def spent(after: int, num_rounds: int) -> float:
+    """Return f: the share of the error that all rounds up to this one spend."""
+    return ((after - 1) / (num_rounds - 1)) ** 2
+
+
+def after_round(figures: Figures, *, num_settings: int, num_rounds: int, error: float = ERROR) -> Race:
+    """Return the race after the last complete round.
+
+    `num_settings` is K, with those that were eliminated before, and `num_rounds` is R, 2 or more.
+    """
     rounds = max(map(len, figures.values()))
     left = {name: values for name, values in figures.items() if len(values) == rounds}
     leader = min(left, key=lambda name: statistics.fmean(left[name]))
-    confidence, pooled = 1 - error / (num_settings * rounds * (rounds + 1)), noise(figures)
+    share = spent(rounds, num_rounds) - spent(rounds - 1, num_rounds) if rounds > 1 else 0.0
+    # Only the lower end of an interval eliminates, so each end has the whole error of its round.
+    confidence, pooled = 1 - 2 * error * share / max(num_settings - 1, 1), noise(figures)
     others = {name: _ratio(left[name], left[leader], pooled, confidence) for name in left if name != leader}
     return Race(leader=leader, ratios={name: interval for name, interval in others.items() if interval is not None})
 

@@ -110,7 +110,7 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
         settled = False
         if number:
             racing = {name: logs for name, logs in figures.items() if measured[name].outcome in RACES}
-            race = after_round(racing, num_settings=len(settings))
+            race = after_round(racing, num_settings=len(settings), num_rounds=spec.repeats)
             settled = race.settled
             for name, (low, high) in race.slower.items():
                 why = f"{low:.3f} to {high:.3f} times the seconds per step of {race.leader}"
