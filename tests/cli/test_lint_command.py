@@ -45,7 +45,7 @@ def test_findings_as_json_and_the_exit_code(lint: Lint, tmp_path: Path) -> None:
     (finding,) = json.loads(out)["findings"]
     assert (finding["file"], finding["line"], finding["key"]) == ("mine.yaml", 1, "distributed_type")
     assert (finding["level"], finding["rule"]) == ("error", "starts-one-process")
-    assert finding["message"].startswith("any --num_processes is ignored: distributed_type MULTI_CPU starts one process")
+    assert finding["message"].startswith("any --num_processes is ignored: distributed_type MULTI_CPU starts one")
     assert finding["fix"] == "`distributed_type: MULTI_GPU`, with `use_cpu: true`"
     assert finding["checked_against"] == "accelerate 1.15.0"
     assert finding["documentation"].endswith("#starts-one-process")
