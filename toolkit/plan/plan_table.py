@@ -24,6 +24,7 @@ from toolkit.plan.planner import (
     best_plan,
 )
 from toolkit.plan.programs import TOOLKIT, numerics_notes, numerics_text
+from toolkit.plan.recommended_commands import rehearsal_command
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
 from toolkit.units import GIB, NOT_AVAILABLE, counted, dollars, gib, number, percent, seconds, tenths_of_gib
@@ -144,6 +145,8 @@ def summary(answer: PlanAnswer) -> str:
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
     if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
+    if best.verdict == TOO_CLOSE and best.memory.margin.of_all is None and (measures := rehearsal_command(best)):
+        return f"{text}; `{measures}` measures it"
     if more is None or more.smallest_world_size is None:
         return text
     return f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
