@@ -209,6 +209,19 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
     assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first
 
 
+def test_two_settings_are_named_together_where_neither_makes_a_job_fit_alone(capsys: Any) -> None:
+    job = "--program unsloth --gpu rtx-4090 --num-processes 1 --preset single --lora-r 16 --load-in-4bit"
+    words = ["plan", "Qwen/Qwen3-8B", *job.split(), "--activation-checkpointing"]
+    large = ["--per-device-train-batch-size", "4", "--max-seq-length", "8192"]
+    said = run_command([*words, *large], capsys)[1].splitlines()[0]
+    assert "it fits with `--per-device-train-batch-size 2` and `--max-seq-length 4096`" in said
+    both = ["--per-device-train-batch-size", "2", "--max-seq-length", "4096"]
+    verdicts = [
+        run_command([*words, *given], capsys)[1] for given in (both, large[:2] + both[2:], both[:2] + large[2:])
+    ]
+    assert [each.startswith("fits") for each in verdicts] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "job", ["trl --method grpo --preset zero3", "trl --preset fsdp2", "axolotl --lora-r 16 --preset zero3_cpu_offload"]
 )

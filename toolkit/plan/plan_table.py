@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -153,7 +154,7 @@ def summary(answer: PlanAnswer) -> str:
 
 
 def settings_that_fit(plan: Plan) -> list[str]:
-    """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
+    """Return up to two settings that each make a plan fit that is too close to call; or a pair, where none does."""
     job, other = plan.job, plan.memory.other
     changes: dict[str, dict[str, Any]] = {f"`{other.option}`": {"not_given": ()}} if other else {}
     changes |= {
@@ -164,8 +165,14 @@ def settings_that_fit(plan: Plan) -> list[str]:
     if (half := job.per_device_train_batch_size // 2) >= job.method.smallest_batch:
         changes[f"`--per-device-train-batch-size {half}`"] = {"per_device_train_batch_size": half}
     changes[f"`--max-seq-length {job.max_seq_length // 2}`"] = {"max_seq_length": job.max_seq_length // 2}
-    ways = (name for name, new in changes.items() if new and new != {"numerics": job.numerics})
-    return [name for name in ways if candidate_of(plan.request, plan.preset, replace(job, **changes[name])).fits][:2]
+    ways = [name for name, new in changes.items() if new and new != {"numerics": job.numerics}]
+
+    def fit(*names: str) -> bool:
+        new = {option: value for name in names for option, value in changes[name].items()}
+        return candidate_of(plan.request, plan.preset, replace(job, **new)).fits
+
+    pairs = (pair for pair in itertools.combinations(ways, 2) if fit(*pair))
+    return [name for name in ways if fit(name)][:2] or [" and ".join(pair) for pair in itertools.islice(pairs, 1)]
 
 
 def _heading(answer: PlanAnswer) -> str:
