@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from command_line import run_command
 from live_bytes import LiveBytes
 from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
 
+from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import QuantizedBase, job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import linear
@@ -204,6 +207,44 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
     first = out.splitlines()[0]
     assert first.startswith("too close to call on 1 x rtx-4090 with `single`: ")
     assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first
+
+
+def test_two_settings_are_named_together_where_neither_makes_a_job_fit_alone(capsys: Any) -> None:
+    job = "--program unsloth --gpu rtx-4090 --num-processes 1 --preset single --lora-r 16 --load-in-4bit"
+    words = ["plan", "Qwen/Qwen3-8B", *job.split(), "--activation-checkpointing"]
+    large = ["--per-device-train-batch-size", "4", "--max-seq-length", "8192"]
+    said = run_command([*words, *large], capsys)[1].splitlines()[0]
+    assert "it fits with `--per-device-train-batch-size 2` and `--max-seq-length 4096`" in said
+    both = ["--per-device-train-batch-size", "2", "--max-seq-length", "4096"]
+    verdicts = [
+        run_command([*words, *given], capsys)[1] for given in (both, large[:2] + both[2:], both[:2] + large[2:])
+    ]
+    assert [each.startswith("fits") for each in verdicts] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "job", ["trl --method grpo --preset zero3", "trl --preset fsdp2", "axolotl --lora-r 16 --preset zero3_cpu_offload"]
+)
+def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line_takes(
+    job: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["plan", str(LLAMA_8B_CONFIG), "--gpu", "h100", "--num-processes", "8", "--program", *job.split()]
+    said = run_command([*words, "--per-device-train-batch-size", "1"], capsys)[1].splitlines()[0]
+    assert "margin: not known" in said
+    command = re.findall("`(toolkit rehearse .*?)`", said)[0].split()[1:]
+    (tmp_path / "SCRIPT").write_text("")
+    monkeypatch.chdir(tmp_path)
+    started: list[Any] = []
+
+    def rehearse_nothing(planned: Any, **_: Any) -> None:
+        started.append(planned)
+        raise ToolkitError("enough")
+
+    monkeypatch.setattr("toolkit.rehearse.rehearsal.rehearse_once", rehearse_nothing)
+    monkeypatch.setattr("toolkit.doctor.ops.compile_for_run", lambda *_, **__: None)
+    assert "enough" in run_command([*command, "--cpu"], capsys)[2]
+    assert started[0].preset.name in job.split()
+    assert (started[0].is_module, started[0].rehearsed.fake_tensors) == ("trl" in job, "fsdp2" in job)
 
 
 def test_4_bit_weights_in_uint8_are_whole_on_each_gpu_under_fsdp2() -> None:

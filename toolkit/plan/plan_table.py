@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from toolkit.plan.planner import (
     best_plan,
 )
 from toolkit.plan.programs import TOOLKIT, numerics_notes, numerics_text
+from toolkit.plan.recommended_commands import rehearsal_command
 from toolkit.plan.step_time import NO_GENERATION
 from toolkit.screen_text import table_lines
 from toolkit.units import GIB, NOT_AVAILABLE, counted, dollars, gib, number, percent, seconds, tenths_of_gib
@@ -144,13 +146,15 @@ def summary(answer: PlanAnswer) -> str:
     text = f"{VERDICT_TEXT[best.verdict]} on {where}"
     if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
+    if best.verdict == TOO_CLOSE and best.memory.margin.of_all is None and (measures := rehearsal_command(best)):
+        return f"{text}; `{measures}` measures it"
     if more is None or more.smallest_world_size is None:
         return text
     return f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
 
 
 def settings_that_fit(plan: Plan) -> list[str]:
-    """Return up to two settings, each of which alone makes a plan fit that is too close to call."""
+    """Return up to two settings that each make a plan fit that is too close to call; or a pair, where none does."""
     job, other = plan.job, plan.memory.other
     changes: dict[str, dict[str, Any]] = {f"`{other.option}`": {"not_given": ()}} if other else {}
     changes |= {
@@ -161,8 +165,14 @@ def settings_that_fit(plan: Plan) -> list[str]:
     if (half := job.per_device_train_batch_size // 2) >= job.method.smallest_batch:
         changes[f"`--per-device-train-batch-size {half}`"] = {"per_device_train_batch_size": half}
     changes[f"`--max-seq-length {job.max_seq_length // 2}`"] = {"max_seq_length": job.max_seq_length // 2}
-    ways = (name for name, new in changes.items() if new and new != {"numerics": job.numerics})
-    return [name for name in ways if candidate_of(plan.request, plan.preset, replace(job, **changes[name])).fits][:2]
+    ways = [name for name, new in changes.items() if new and new != {"numerics": job.numerics}]
+
+    def fit(*names: str) -> bool:
+        new = {option: value for name in names for option, value in changes[name].items()}
+        return candidate_of(plan.request, plan.preset, replace(job, **new)).fits
+
+    pairs = (pair for pair in itertools.combinations(ways, 2) if fit(*pair))
+    return [name for name in ways if fit(name)][:2] or [" and ".join(pair) for pair in itertools.islice(pairs, 1)]
 
 
 def _heading(answer: PlanAnswer) -> str:

@@ -14,6 +14,8 @@ from toolkit.models.read_model import hub_id
 from toolkit.plan.candidates import Candidate, RecommendRequest, candidate_of
 from toolkit.plan.methods import SFT
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.presets.compatibility import Purpose
+from toolkit.presets.support import unsupported
 
 COMPARED_STEPS = 20
 # For adapters the defaults are too low: 5e-5 of transformers, 1e-6 of TRL's DPO. As README trains, and as TRL's own
@@ -75,6 +77,20 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     degree = preset.dp_shard_size(request.world_size)
     launcher += "" if degree is None else f" --parallelism_config_dp_shard_size {degree}"
     return f"{launcher} -m toolkit.train {words}"
+
+
+def rehearsal_command(candidate: Candidate) -> str | None:
+    """Return the command that measures one rank of another program's job; None where none can be rehearsed."""
+    preset, method = candidate.preset, candidate.job.method
+    purposes: dict[str, Purpose] = {" --fake-tensors": "trace", "": "rehearse"}
+    job, size = candidate.job.as_trained, candidate.world_size
+    refused = {flag: unsupported(preset, job, world_size=size, purpose=each) for flag, each in purposes.items()}
+    flag, program = next((flag for flag, why in refused.items() if why is None), None), candidate.job.numerics.program
+    if flag is None or program == "torchtune":  # which has no Trainer to observe
+        return None
+    has_module = program == "trl" and method.spec.trainer is None
+    script = f"--module trl.scripts.{method.method}" if has_module else "--script SCRIPT"
+    return f"toolkit rehearse --preset {preset.name} --num-processes {size}{flag} {script} -- ARGUMENTS"
 
 
 def broken(command: str) -> str:
