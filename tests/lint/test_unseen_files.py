@@ -1314,3 +1314,15 @@ def test_an_allocator_that_vllm_may_refuse_is_not_told_to_be_exported(flag: str,
     script = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     script += f"accelerate launch train.py --output_dir out --bf16 true{flag}\n"
     assert levels(lint(tmp_path, a__sh=script))["PYTORCH_CUDA_ALLOC_CONF"] == level
+
+
+@pytest.mark.parametrize(("beside", "is_lost"), [("return_remaining_strings=True", True), ("", False)])
+def test_an_argument_is_lost_where_all_scripts_drop_what_they_do_not_know(
+    beside: str, is_lost: bool, tmp_path: Path
+) -> None:
+    parse = "HfArgumentParser(TrainingArguments).parse_args_into_dataclasses({})\n"
+    (tmp_path / "train.py").write_text(parse.format(beside))
+    (tmp_path / "other.py").write_text(parse.format("return_remaining_strings=True"))
+    command = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.1\n"
+    (found,) = [each for each in lint(tmp_path, a__sh=command) if each.key == "warmup_ratio"]
+    assert ("drops it without a word" in found.message) == is_lost

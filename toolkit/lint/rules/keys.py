@@ -48,6 +48,7 @@ DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)"
 PARSES_WHOLE = re.compile(r"(?:HfArgument|H4Argument|Trl)Parser\(")
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
+PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # Fields of accelerate's FSDP plugin, and the keys of a file that set them.
@@ -329,7 +330,8 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
-        is_lost = RETURNS_OTHERS.search(doc.reader_source) is not None
+        parsed = PARSED.findall(doc.reader_source)  # also by the scripts beside the one that is started
+        is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed))
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
         of_arguments = doc.is_read_from_arguments(name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
