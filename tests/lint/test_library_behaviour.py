@@ -235,7 +235,7 @@ def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -
     assert any("`activation_checkpointing` instead" in message for message in seen()["deprecated-training-argument"])
     assert "False is not a valid SaveStrategy" in seen()["unquoted-no-strategy"][0]
     assert set(removed.TRAINING_ARGUMENTS_RENAMED.values()) <= trainer_argument_names()
-    replacements = [str(new) for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "the " not in new]
+    replacements = [str(new) for new in removed.TRAINING_ARGUMENTS_REMOVED.values() if new and "=" not in new]
     assert {new.partition(":")[0] for new in replacements} - {"warmup_steps"} <= trainer_argument_names()
 
 
@@ -244,6 +244,8 @@ def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -
     [(library, name) for library, gone in removed.IMPORTS_REMOVED.items() for names in gone.values() for name in names],
 )
 def test_a_name_that_needs_an_older_library_is_not_in_the_installed_one(library: str, name: str) -> None:
+    if library == "ms-swift" and importlib.util.find_spec("swift") is None:
+        pytest.skip("needs ms-swift")
     is_module = "." in name
     there = importlib.util.find_spec(name) if is_module else getattr(importlib.import_module(library), name, None)
     assert there is None

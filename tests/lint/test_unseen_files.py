@@ -1326,3 +1326,14 @@ def test_an_argument_is_lost_where_all_scripts_drop_what_they_do_not_know(
     command = "torchrun train.py --output_dir out --bf16 true --warmup_ratio 0.1\n"
     (found,) = [each for each in lint(tmp_path, a__sh=command) if each.key == "warmup_ratio"]
     assert ("drops it without a word" in found.message) == is_lost
+
+
+def test_requirements_that_windows_wrote_are_read(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text("dependencies:\n  - transformers==4.42.3\n", encoding="utf-16")
+    assert pinned_below(tmp_path, "transformers", "5.15.0") == "transformers ==4.42.3"
+
+
+def test_code_of_an_older_swift_needs_its_names(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("ms-swift\n")
+    (tmp_path / "plugin.py").write_text("from swift.llm import TrainArguments\n")
+    assert levels(lint(tmp_path, a__sh=f"{SWIFT} --train_type lora\n"))["train_type"] == "note"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fnmatch
 import functools
@@ -256,7 +257,9 @@ def _texts(files: Sequence[Path], *, max_bytes: int = MAX_SOURCE_BYTES) -> str:
     texts = []
     for file in files[:MAX_SOURCES]:
         with contextlib.suppress(OSError):
-            texts.append(file.read_bytes()[:max_bytes].decode(errors="replace"))
+            data = file.read_bytes()[:max_bytes]
+            is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell writes files
+            texts.append(data.decode("utf-16" if is_wide else "utf-8", errors="replace"))
     return "\n".join(texts)
 
 

@@ -224,7 +224,10 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             here = str(reader.get(field, "")) if reader is not None else ""
             is_same = here.startswith(SAME_AS.get(named, "\0"))
             message = f"{named} replaces the Trainer's {field}" + (f", {shorten(here)}" if here else "")
-            yield Match(block, message, f"remove it, and set `{field}`", level=None if here and not is_same else NOTE)
+            # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
+            both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
+            level = None if here and not is_same else NOTE
+            yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
