@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import json_of, run_command
 from launching import LLAMA_8B_CONFIG, ROOT
 
+from toolkit.convert.programs import program_of
 from toolkit.errors import ToolkitError
 from toolkit.plan.config_file import configured_plan
 from toolkit.plan.options import PlanOptions
@@ -439,6 +441,13 @@ def test_a_trl_file_whose_script_names_the_model_is_planned_with_one(tmp_path: P
     assert error.value.hint == f"`toolkit plan MODEL --config {file}`"
     found = configured_plan(file, "owner/name", PlanOptions(), given=())
     assert (found.model, found.options.method, found.options.num_generations) == ("owner/name", "grpo", 8)
+
+
+def test_a_model_of_the_command_line_changes_nothing_of_whose_a_file_is(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    texts = [AXOLOTL + "".join(f"strange_{index}: 1\n" for index in range(count)) for count in range(20)]
+    file.write_text([text for text in texts if program_of(yaml.safe_load(text)) == "axolotl"][-1])  # just its file
+    assert configured_plan(file, "MODEL", PlanOptions(), given=()).options.program == "axolotl"
 
 
 def test_the_file_of_a_script_is_answered_with_options_that_plan_its_job(tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     program = None
     if file.suffix in CONFIG_SUFFIXES:
         values = read_configuration(file)
-        program = program_of(values if model is None else {"model_name_or_path": model, **values})
+        program = program_of(values)
+        if program is None and model is not None:  # the file may be one of TRL's, whose script names the model
+            program = program_of({"model_name_or_path": model, **values})
         if program is None and not values.keys() & {"distributed_type", "compute_environment"}:
             _check_ours(file, values)
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
