@@ -192,7 +192,7 @@ def _fix(document: Document, rule: LintRule, match: Match) -> str:
 
 def _since_unknown(document: Document, rule: LintRule, match: Match) -> str | None:
     """Return the recent version in which something began where no file of a project says which version it runs."""
-    since, recent = match.since or rule.removed_in, RECENT_VERSIONS.get(rule.library)
+    since, recent = _since(rule, match), RECENT_VERSIONS.get(rule.library)
     is_recent = since is not None and recent is not None and version_numbers(since) >= version_numbers(recent)
     is_open = is_recent and _is_certain(document, rule, match) and document.may_be_older(rule.library, str(since))
     return since if is_open else None
@@ -205,7 +205,12 @@ def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
 
 def _pin(document: Document, rule: LintRule, match: Match) -> str | None:
     """Return what the project asks for where that is a version from before what the rule says."""
-    return document.pinned_below(rule.library, match.since or rule.removed_in or OLDEST_VERSIONS.get(rule.library))
+    return document.pinned_below(rule.library, _since(rule, match) or OLDEST_VERSIONS.get(rule.library))
+
+
+def _since(rule: LintRule, match: Match) -> str | None:
+    """Return the version of the library from which on what a finding says holds, where one is known."""
+    return match.since or rule.removed_in
 
 
 def _level(document: Document, rule: LintRule, match: Match) -> str:

@@ -33,7 +33,7 @@ OLDEST_VERSIONS = {
     **{"llamafactory": "0.9.0", "axolotl": "0.10.0", "ms-swift": "4.0.0", "verl": "0.5.0", "openrlhf": "0.9.0"},
 }
 
-# Of the libraries whose changes are in many projects' way, the versions from which on an unpinned project may not be.
+# Versions that a project which asks for none may not have yet: what began there is said with its version.
 RECENT_VERSIONS = {"transformers": "5.0.0", "trl": "0.20.0"}
 
 
