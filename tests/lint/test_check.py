@@ -44,6 +44,19 @@ def test_a_missing_file_and_a_folder_without_configurations_are_refused(tmp_path
             lint_paths([path])
 
 
+def test_of_several_named_files_one_that_is_no_configuration_keeps_no_other_from_being_linted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: FDSP\n")
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 2} "bf16": 1}\n')
+    code, out, err = run_command(["lint", *sorted(map(str, tmp_path.iterdir()))], capsys)
+    assert code == 2
+    assert "a.yaml:1: error[unknown-word]" in out
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert ["b.json" in errors[0], "train.py" in errors[1], len(errors)] == [True, True, 2]
+
+
 def test_positions_are_right_after_characters_of_several_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# é 😀\ndistributed_type: FSDP  # 😀\nfsdp_config: {fsdp_versoin: 2}\n")
     assert fixed_text(tmp_path / "a.yaml").splitlines()[2] == "fsdp_config: {fsdp_version: 2}"

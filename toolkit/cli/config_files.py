@@ -96,7 +96,8 @@ def lint(
     levels = Counter(finding.level for finding in result.findings)
     counts = ", ".join(counted(levels[each], each) for each in LEVELS if levels[each])
     counts = counts or ("clean" if result.files else "nothing to check")
-    print_message(f"{counted(len(result.files), 'file')}: {counts}{'; but:' if result.not_checked else ''}")
+    if result.files or not result.unreadable:
+        print_message(f"{counted(len(result.files), 'file')}: {counts}{'; but:' if result.not_checked else ''}")
     for line in result.not_checked:
         print_message(f"  {visible(line)}")
     for library, checked in sorted({tuple(finding.checked_against.split(" ", 1)) for finding in result.findings}):

@@ -52,7 +52,7 @@ class LintResult:
     findings: list[Finding]
     files: list[str]
     unreadable: list[ToolkitError]
-    """One error for each file of a folder that looks like a configuration and cannot be read."""
+    """One error for each file that is named, or looks like a configuration in a folder, and cannot be read."""
     not_checked: list[str]
     """One line for each script whose arguments no rule knows."""
 
@@ -62,8 +62,9 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
 
     Other files of their projects are read again, unless `forgets` is False: since the last call they may have changed.
 
-    Raises ToolkitError for a file that is named in `paths` and cannot be read or is not a configuration; with
-    `skips_others` named files are looked at like those of a folder, where other programs' files lie too.
+    A file that is named in `paths` and cannot be read or is not a configuration is `unreadable`, and a ToolkitError
+    where it is the only path; with `skips_others` named files are looked at like those of a folder, where other
+    programs' files lie too.
     """
     if forgets:
         forget_projects()
@@ -76,9 +77,19 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
             must_be_one = not (is_folder or skips_others)
             try:
                 document = load_document(file)
+                if document.kind is None and must_be_one:
+                    raise ToolkitError(
+                        f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job"
+                        " script",
+                        hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or"
+                        " `torchrun`",
+                    )
             except ToolkitError as error:
                 if must_be_one:
-                    raise
+                    if len(paths) == 1:
+                        raise
+                    unreadable.append(error)
+                    continue
                 if isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
                     continue
                 if not is_file(file) or OURS.search(file.read_bytes().decode(errors="replace")):
@@ -86,13 +97,6 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                 else:
                     skipped.append(f"skipped, as another program's: {error.message}")
                 continue
-            if document.kind is None and must_be_one:
-                raise ToolkitError(
-                    f"{file} is neither an accelerate configuration nor a DeepSpeed one, Trainer arguments or a job"
-                    " script",
-                    hint="name a file that contains `distributed_type`, `zero_optimization`, training arguments or"
-                    " `torchrun`",
-                )
             for each in document.linted if document.kind is not None else ():
                 starts = each.command.path if each.command else ""
                 key = Path(each.path).resolve(), each.kind, starts, each.start.line if each.start else 0
