@@ -154,6 +154,8 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
                                      "fsdp_config: {state_dict_type: SHARDED_STATE_DICT}\n"}, "FULL_STATE_DICT"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
+        ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},
+         "remove `python`"),
     ],
 )  # fmt: skip
 def test_a_fix_names_what_may_be_meant_and_leads_to_no_other_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
@@ -136,7 +137,9 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
         behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
         if call.tool not in PROGRAMS and call.script and (is_value or behind):
             message = f"{call.tool} takes {call.script} for the script"
-            yield Match(call.tool, message, "the option without a value", line=call.line)
+            starts_python = Path(call.script).name.startswith("python")
+            fix = f"remove `{call.script}`" if starts_python else "the option without a value"
+            yield Match(call.tool, message, fix, line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="torchrun, and LOCAL_RANK of the environment")
