@@ -190,8 +190,8 @@ def anonymous(text: str) -> str:
 SHOWN: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(("states", "allocated", "reserved", "driver", "traced"), gib),
     **dict.fromkeys(("kernel", "profile"), lambda seconds: f"{1000 * seconds:.2f} ms"),
-    **{"step": lambda seconds: f"{1000 * seconds:.1f} ms", "mfu": "{:.3f}".format, "tokens/s": "{:,.0f}".format},
-    "bytes/s": lambda rate: f"{rate / 1e9:.2f} GB/s",
+    **{"step": lambda seconds: f"{1000 * seconds:.1f} ms", "mfu": "{:.3f}".format},
+    "tokens/s": "{:,.0f}".format,  # in files of earlier versions
 }
 
 
@@ -200,7 +200,7 @@ def table_rows(found: Row) -> Iterator[list[str]]:
     for part in found["parts"]:
         grouped: dict[tuple[str, str], list[Row]] = {}
         for row in part["rows"]:
-            by_preset = part["part"] in ("peaks", "traces") and row["error"] is not None
+            by_preset = part["part"] == "peaks" and row["error"] is not None
             key = (row["preset"], row["quantity"]) if by_preset else (row["case"], row["quantity"])
             grouped.setdefault(key, []).append(row)
         for (case, quantity), rows in grouped.items():

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grid import CALIBRATION
 from peer_jobs.commands import words
-from peer_jobs.comparison import figures
-from peer_jobs.job import LORA_R, Setting, make_model, make_rows
-from peers import job_of
 from plan_errors import STATES, peak_pairs, reserved_bytes
 from record import ROOT, read_lines
 
@@ -323,45 +319,6 @@ def rows_of_trial(check: Check, folder: Path, case: str, model: Path, variant: V
     return [row_of(case, name, *pair, **more) for name, pair in pairs.items() if pair[1]]
 
 
-def peers(check: Check) -> Step:
-    """Return the same job in a bare Trainer, TRL and the toolkit, by `peers.py`, with a model made here."""
-    work, shared = check.output / "peers", {"ranks": 1, "steps": check.steps}
-    on_gpu: Row = {"size": "1b", "batch_size": 4, "max_length": 1024, "device": "cuda", "precision": "bf16"}
-    setting = Setting(**shared, **({} if check.tiny else on_gpu), untimed_steps=check.untimed_steps)
-    if not (work / "setting.json").is_file():
-        tokenizer = word_tokenizer(8192)
-        make_model(work / "model", tokenizer, setting)
-        (work / "rows").mkdir(exist_ok=True)
-        texts = [json.loads(line)["text"] for line in (check.rows("text") / "train.jsonl").read_text().splitlines()]
-        made = make_rows(texts, tokenizer, setting.steps * setting.batch_size, setting.max_length)
-        (work / "rows" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in made))
-        (work / "setting.json").write_text(json.dumps(asdict(setting)))
-    command = ["benchmarks/peers.py", "--work", str(work), "--peers", "bare", "toolkit", "trl", "--repeats", "1"]
-    command += ["--jobs", "single-full", "single-lora", "--name", str(work / "record")]
-    command += words({name.replace("_", "-"): value for name, value in asdict(setting).items()})
-
-    def read() -> list[Row]:
-        return [row for run in read_lines(work / "runs.jsonl") for row in rows_of_peer(check, work, setting, run)]
-
-    return "peers", [sys.executable, *command], read
-
-
-def rows_of_peer(check: Check, work: Path, setting: Setting, run: Row) -> list[Row]:
-    """Return the rows of a program's run: tokens per second and allocated peak beside the plan of the job."""
-    job, case = job_of(run["job"], argparse.Namespace(work=work, setting=setting)), f"{run['job']} {run['program']}"
-    if run["error"] is not None:
-        return unmeasured(case, run["error"])
-    found, batch = figures(run, setting.untimed_steps, job.tokens_per_step), setting.batch_size
-    given = {"per_device_train_batch_size": batch, "max_seq_length": setting.max_length}
-    plan: Row = {}  # of another program
-    if run["program"] == "toolkit":
-        plan = check.plan(work / "model", "single", 1, **given, **({"lora_r": LORA_R} if job.lora else {}))
-    speed = None if check.tiny else plan.get("tokens_per_second_per_gpu_estimate")
-    rows = [row_of(case, "tokens/s", speed, found["tokens_per_second"])]
-    peak = found["peak_allocated_bytes"]
-    return [*rows, *([row_of(case, "allocated", plan.get("allocated_peak_bytes"), peak)] if peak else [])]
-
-
 def gpu_tests(check: Check) -> Step:
     """Return the tests marked `gpu`; the doctor's, which examines disks too, are the last."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
@@ -448,18 +405,8 @@ LATER_PARTS = {
         steps=lambda check, _: [comparison(check, "speed", SPEED)],
     ),
     "methods": Part(minutes=4, teaches="LoRA, QLoRA and DPO against their plans", steps=methods),
-    "peers": Part(
-        minutes=4,
-        teaches="the same job in a bare Trainer, the toolkit and TRL",
-        steps=lambda check, _: [peers(check)],
-    ),
     "presets": Part(
         minutes=5, teaches="every preset on all GPUs, or as two ranks on one", steps=lambda check, _: presets(check)
     ),
     "tests": Part(minutes=3, teaches="the tests marked gpu", steps=lambda check, _: [gpu_tests(check)]),
-    "traces": Part(
-        minutes=3,
-        teaches="plans against traces of the grid on fake tensors, on the CPU",
-        steps=lambda check, left: [validation(check, "traces", "--fake-tensors", minutes=left - 0.3)],
-    ),
 }

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 
 import fits
 import psutil

@@ -12,7 +12,7 @@ from launching import ROOT, read
 
 from toolkit.compare.results import load_results
 
-FAULTY_RANKS = ROOT / "benchmarks" / "faulty_ranks"
+FAULTY_RANKS = ROOT / "tests" / "support" / "faulty_ranks"
 # Row, and the fault in its ranks -> the first difference that the verification must report, or None: parity finds it.
 FAULTS = {"bf16_adam": "optimizer_dtype", "no_clipping": "gradient norm at the optimizer", "order_on_rank_1": None}
 

@@ -20,7 +20,7 @@ TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
 SLOW = ("first-fine-tune", "from-other-tools", "compare-three-presets", "your-dpo-script")
 # Modules that other benchmarks import or start.
-PARTS = {"record", "small_job", "forked_rehearsals"}
+PARTS = {"record", "small_job"}
 
 
 def test_every_file_that_a_page_names_exists() -> None:

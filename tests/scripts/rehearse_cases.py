@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 
 from forked_rehearsals import log_tail, prepare, rehearse
 

@@ -1,8 +1,8 @@
 """Other sizes of a family that transformers counted: tensors by the family's terms, activations scaled by widths.
 
 `terms.json` beside a counted model has each dimension of its tensors as a sum of products of sizes in the
-configuration (`benchmarks/family_terms.py` derives it). Tensors of another size are exact, or the family is not used.
-What its layers save is scaled from the nearest counted size, by the widths that a token passes through.
+configuration (`tests/scripts/family_terms.py` derives it). Tensors of another size are exact, or the family is not
+used. What its layers save is scaled from the nearest counted size, by the widths that a token passes through.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def decides(path: str) -> bool:
 
 
 def is_size(path: str, value: Any) -> bool:
-    """Return True for a size that `benchmarks/family_terms.py` doubles."""
+    """Return True for a size that `tests/scripts/family_terms.py` doubles."""
     return type(value) is int and value > 0 and decides(path)
 
 

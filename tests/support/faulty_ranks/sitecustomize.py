@@ -1,6 +1,6 @@
 """Fault injection: on PYTHONPATH, this module puts a fault into each trial whose row is named after one.
 
-    PYTHONPATH=benchmarks/faulty_ranks toolkit compare --preset ddp --variant bf16_adam=ddp ...
+    PYTHONPATH=tests/support/faulty_ranks toolkit compare --preset ddp --variant bf16_adam=ddp ...
 
 Python imports it before a rank's own program; a rank that is forked from a fork server runs it at the same place. It
 patches objects of torch, accelerate, DeepSpeed and the toolkit's timer inside the ranks of that trial only; the toolkit

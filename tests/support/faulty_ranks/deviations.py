@@ -1,4 +1,4 @@
-"""The deviations that `verification.py` puts into ranks, by name; each is called with its rank.
+"""The deviations that `benchmarks/verification.py` puts into ranks, by name; each is called with its rank.
 
 A run's environment names one: `TOOLKIT_FAULT=bf16_model`. Each changes what trains, through the libraries' own
 functions and files; none changes what reads it.
