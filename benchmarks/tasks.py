@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,10 +95,10 @@ class Desk:
             self.run(f"train --preset {preset} --num-processes {processes} --cpu -- {job}")
         return folder
 
-    def observe(self, name: str, script: str) -> dict[str, Any]:
-        """Run a script of somebody's on two ranks, once, and return its run.json, and failure.json where it failed."""
+    def observe(self, name: str, fault: str) -> dict[str, Any]:
+        """Run a Trainer with a fault on two ranks, once; return its run.json, and failure.json where it failed."""
         path, folder = self.work / f"{name}.py", self.work / name
-        path.write_text(script.format(model=self.model, folder=folder, sleep=SLEEP_SECONDS, steps=STEPS))
+        path.write_text(TRAINER % {"fault": fault, "model": self.model, "folder": folder, "steps": STEPS})
         if not (folder / "run.json").is_file():
             command = f"train --preset ddp --num-processes 2 --cpu --output-dir {folder} --script {path}"
             self.run(command, fails=True)
@@ -125,48 +125,55 @@ def task(question: str, *, truth: str) -> Callable[[Callable[[Desk], Judged]], C
     return register
 
 
-def verdict(row: dict[str, Any], reported: str) -> Judged:
-    """Return a verdict as an answer, right if it is the reported one; `too_close` is none."""
+SEVEN = "meta-llama/Llama-2-7b-hf"
+SEVENTY = "meta-llama/Llama-2-70b-hf"
+
+
+# Question, thread, preset, options of `toolkit plan`, and what was reported.
+THREADS = {
+    "alpaca on four a100": (
+        "Can I fine-tune LLaMA 7B on four A100 40G?",
+        "tatsu-lab/stanford_alpaca/issues/280",
+        "fsdp2_cpu_offload",
+        f"{SEVEN} --gpu a100-40gb --num-processes 4 --fsdp1 --per-device-train-batch-size 2 --max-seq-length 512 "
+        "--loss upcast --gradient-accumulation-steps 8 --no-activation-checkpointing",
+        "fits",  # with offload, and a batch of 2
+    ),
+    "qlora 70b on two 3090": (
+        "OOM with FSDP and QLoRA, 70B on two RTX 3090",
+        "axolotl-ai-cloud/axolotl/issues/1522",
+        "fsdp2",
+        f"{SEVENTY} --gpu rtx-3090 --num-processes 2 --lora-r 32 --load-in-4bit --max-seq-length 512 --fsdp1 "
+        "--per-device-train-batch-size 1 --program axolotl --activation-checkpointing --gradient-accumulation-steps 4",
+        "does_not_fit",
+    ),
+    "seven b on two v100": (
+        "7B on two V100 16 GB runs out of memory with ZeRO-2 and CPU offload, though the estimate says 12.4 GB",
+        "deepspeedai/DeepSpeed/issues/3770",
+        "zero2_cpu_offload",
+        f"{SEVEN} --gpu v100-16gb --num-processes 2 --fp16 --per-device-train-batch-size 1",
+        "does_not_fit",
+    ),
+    "seven b on eight v100": (
+        "Is my FSDP working? 7B runs out of memory on 8 V100 16 GB",
+        "meta-llama/llama-cookbook/issues/234",
+        "fsdp2",
+        f"{SEVEN} --gpu v100-16gb --num-processes 8 --fsdp1 --fp16 --loss full --per-device-train-batch-size 4 "
+        "--no-activation-checkpointing --max-seq-length 4096",
+        "does_not_fit",
+    ),
+}
+
+
+def planned_verdict(preset: str, options: str, reported: str, desk: Desk) -> Judged:
+    """Answer with the plan's verdict, right if it is the reported one; `too_close` is no answer."""
+    row = desk.plans(f"{options} --preset {preset}")[preset]
     other = {"fits": "does_not_fit", "does_not_fit": "fits"}[reported]
     return Judged(row["verdict"], lambda answer: answer == reported, other)
 
 
-SEVEN = "meta-llama/Llama-2-7b-hf"
-SEVENTY = "meta-llama/Llama-2-70b-hf"
-OLD_LOOP = "--loss upcast --gradient-accumulation-steps 8 --no-activation-checkpointing"
-
-
-@task("Can I fine-tune LLaMA 7B on four A100 40G?", truth=f"{GITHUB}tatsu-lab/stanford_alpaca/issues/280")
-def alpaca_on_four_a100(desk: Desk) -> Judged:
-    where = f"{SEVEN} --gpu a100-40gb --num-processes 4 --preset fsdp2_cpu_offload --fsdp1"
-    rows = desk.plans(f"{where} --per-device-train-batch-size 2 --max-seq-length 512 {OLD_LOOP}")
-    return verdict(rows["fsdp2_cpu_offload"], "fits")  # reported: with offload, and a batch of 2
-
-
-@task("OOM with FSDP and QLoRA, 70B on two RTX 3090", truth=f"{GITHUB}axolotl-ai-cloud/axolotl/issues/1522")
-def qlora_70b_on_two_3090(desk: Desk) -> Judged:
-    job = "--lora-r 32 --load-in-4bit --max-seq-length 512 --per-device-train-batch-size 1 --program axolotl --fsdp1"
-    job += " --activation-checkpointing --gradient-accumulation-steps 4"  # adapters' states weigh little
-    rows = desk.plans(f"{SEVENTY} --gpu rtx-3090 --num-processes 2 --preset fsdp2 {job}")
-    return verdict(rows["fsdp2"], "does_not_fit")
-
-
-@task(
-    "7B on two V100 16 GB runs out of memory with ZeRO-2 and CPU offload, though the estimate says 12.4 GB",
-    truth=f"{GITHUB}deepspeedai/DeepSpeed/issues/3770",
-)
-def seven_b_on_two_v100(desk: Desk) -> Judged:
-    where = f"{SEVEN} --gpu v100-16gb --num-processes 2 --preset zero2_cpu_offload --fp16"
-    return verdict(desk.plans(f"{where} --per-device-train-batch-size 1")["zero2_cpu_offload"], "does_not_fit")
-
-
-@task(
-    "Is my FSDP working? 7B runs out of memory on 8 V100 16 GB", truth=f"{GITHUB}meta-llama/llama-cookbook/issues/234"
-)
-def seven_b_on_eight_v100(desk: Desk) -> Judged:
-    where = f"{SEVEN} --gpu v100-16gb --num-processes 8 --preset fsdp2 --fsdp1 --fp16 --loss full"
-    job = "--per-device-train-batch-size 4 --no-activation-checkpointing --max-seq-length 4096"
-    return verdict(desk.plans(f"{where} {job}")["fsdp2"], "does_not_fit")
+for NAME, (QUESTION, THREAD, *PLAN) in THREADS.items():
+    TASKS.append(Task(name=NAME, question=QUESTION, truth=GITHUB + THREAD, judge=partial(planned_verdict, *PLAN)))
 
 
 @task("Can I fully fine-tune 70B on 8 A100 80 GB?", truth=f"{GITHUB}meta-pytorch/torchtune/issues/863")
@@ -314,38 +321,34 @@ def is_about(written: int, said: int) -> bool:
 TRAINER = """
 import time, torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-rows = [dict(input_ids=[index % 90 + 5] * 32, labels=[index % 90 + 5] * 32) for index in range(64)]
+rows = [dict(input_ids=[index %% 90 + 5] * 32, labels=[index %% 90 + 5] * 32) for index in range(64)]
 def collate(batch):
-    {fault}
-    return {{name: torch.tensor([row[name] for row in batch]) for name in ("input_ids", "labels")}}
-arguments = TrainingArguments(output_dir="{{folder}}", max_steps={{steps}}, per_device_train_batch_size=2, use_cpu=True,
+    %(fault)s
+    return {name: torch.tensor([row[name] for row in batch]) for name in ("input_ids", "labels")}
+arguments = TrainingArguments(output_dir="%(folder)s", max_steps=%(steps)d, per_device_train_batch_size=2, use_cpu=True,
     report_to="none", save_strategy="no", remove_unused_columns=False)
-model = AutoModelForCausalLM.from_pretrained("{{model}}")
+model = AutoModelForCausalLM.from_pretrained("%(model)s")
 Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate).train()
 """
 
 
-def with_fault(line: str) -> str:
-    return TRAINER.format(fault=line).replace("{name: torch", "{{name: torch").replace('"labels")}', '"labels")}}')
-
-
 @task("Why is this run slow?", truth="each batch is made 0.4 s late, on both ranks")
 def slow_data(desk: Desk) -> Judged:
-    run = desk.observe("slow_data", with_fault("time.sleep({sleep})"))
+    run = desk.observe("slow_data", f"time.sleep({SLEEP_SECONDS})")
     late = SLEEP_SECONDS * STEPS
     return Judged(run["goodput"]["waiting_seconds"], lambda answer: 0.5 * late <= answer <= 3 * late, 0.0)
 
 
 @task("Does a slow rank hold up the others?", truth="rank 1 makes each batch 0.4 s late")
 def slow_rank(desk: Desk) -> Judged:
-    run = desk.observe("slow_rank", with_fault("dist.get_rank() == 1 and time.sleep({sleep})"))
+    run = desk.observe("slow_rank", f"dist.get_rank() == 1 and time.sleep({SLEEP_SECONDS})")
     return Judged(run["measured"]["rank_skew"], lambda answer: answer > 1.3, 1.0)
 
 
 @task("Why did my run fail?", truth="rank 1 raises an error in its third batch")
 def failed_run(desk: Desk) -> Judged:
     line = "assert dist.get_rank() == 0 or torch.initial_seed() == 0, 'no such image: 17.png'"
-    failure = desk.observe("failed", with_fault(line))["failure"] or {}
+    failure = desk.observe("failed", line)["failure"] or {}
     answer = (failure.get("rank"), failure.get("message") or "")
     return Judged(answer, lambda given: given[0] == 1 and "17.png" in given[1], (0, "exit code 1"))
 

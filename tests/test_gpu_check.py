@@ -61,7 +61,7 @@ def test_parts_take_ten_minutes_at_most_and_45_in_all_and_are_listed(
     minutes = [part.minutes for part in check.PARTS.values()]
     assert max(minutes) <= 10
     assert sum(minutes) <= 45
-    assert list(check.PARTS)[:6] == ["ranks", "profile", "kernels", "again", "fits", "unseen"]
+    assert list(check.PARTS)[:5] == ["ranks", "profile", "again", "fits", "unseen"]
     assert sum(part.minutes for part in first_parts.FIRST_PARTS.values()) <= 14
     assert run(monkeypatch, "--output", tmp_path, "--list") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(check.PARTS)

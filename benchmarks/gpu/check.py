@@ -189,8 +189,8 @@ def anonymous(text: str) -> str:
 
 SHOWN: dict[str, Callable[[float], str]] = {
     **dict.fromkeys(("states", "allocated", "reserved", "driver", "traced"), gib),
-    **dict.fromkeys(("kernel", "profile"), lambda seconds: f"{1000 * seconds:.2f} ms"),
-    **{"step": lambda seconds: f"{1000 * seconds:.1f} ms", "mfu": "{:.3f}".format},
+    **dict.fromkeys(("step", "profile"), lambda seconds: f"{1000 * seconds:.1f} ms"),
+    "mfu": "{:.3f}".format,
     "tokens/s": "{:,.0f}".format,  # in files of earlier versions
 }
 

@@ -249,17 +249,7 @@ def layers_of_8b(check: Check) -> Path:
     return check.written("tiny", CALIBRATION["llama-1b"] | SMALL) if check.tiny else check.written("8b-layers", config)
 
 
-# -- kernels, what has changed since it was measured, and what never was
-
-
-def kernels(check: Check) -> Step:
-    log = check.output / "kernels.log"
-
-    def read() -> list[Row]:
-        lines = [line for line in read_lines(log) if isinstance(line, dict) and "kernel" in line]
-        return [{**row_of(each["kernel"], "kernel", None, each["seconds"]), "note": each["note"]} for each in lines]
-
-    return "kernels", [sys.executable, str(ROOT / "benchmarks" / "gpu" / "kernel_times.py")], read
+# -- what has changed since it was measured, and what never was
 
 
 def again(check: Check, minutes: float) -> Iterator[Step]:
@@ -302,11 +292,6 @@ FIRST_PARTS = {
     ),
     "profile": Part(
         minutes=3, teaches="where the time of a step goes: kernels and gaps", steps=lambda check, _: profile(check)
-    ),
-    "kernels": Part(
-        minutes=1,
-        teaches="attention, experts, loss, norm by kernel; what is read of them",
-        steps=lambda check, _: [kernels(check)],
     ),
     "again": Part(minutes=2, teaches="DDP's bucket views, FSDP2 with LoRA, experts under ZeRO-2", steps=again),
     "fits": Part(

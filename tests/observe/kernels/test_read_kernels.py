@@ -94,6 +94,48 @@ def test_what_torch_dispatches_has_a_node_in_the_graph_with_its_dtype_heads_and_
     assert LossGraph(torch.tensor(1.0), reads_saved=True).nodes == {}
 
 
+# Operations of torch's profiler -> what is read of them.
+DISPATCHED = {"_scaled_dot_product_flash": "flash", "_scaled_dot_product_efficient": "efficient"}
+DISPATCHED |= {"_scaled_dot_product_cudnn": "cudnn", "_scaled_dot_product_attention_math": "math"}
+DISPATCHED |= {"_safe_softmax": "math"}
+INPUTS: dict[str, dict[str, Any]] = {
+    "half precision": {"dtype": torch.bfloat16},
+    "float32": {},
+    "with a mask": {"mask": True},
+    "heads of 288": {"head": 288},
+    "values of another size": {"head": 96, "values": 64},
+    "dropout": {"dropout": 0.1},
+}
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
+@pytest.mark.parametrize("case", INPUTS)
+def test_the_attention_that_is_read_is_the_one_that_torchs_profiler_saw(case: str, device: str) -> None:
+    sizes = {"head": 64, "values": INPUTS[case].get("head", 64), "dtype": torch.float32, "mask": False, "dropout": 0.0}
+    given = sizes | INPUTS[case]
+    query, key, value = (
+        torch.randn(2, 4, 256, size, device=device, dtype=given["dtype"], requires_grad=True)
+        for size in (given["head"], given["head"], given["values"])
+    )
+    mask = torch.ones(256, 256, dtype=torch.bool, device=device).tril() if given["mask"] else None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.autograd.profiler.profile(use_cpu=True) as profiled:
+        attended = attend(query, key, value, mask, given["dropout"], is_causal=mask is None)
+    names = {event.name.removeprefix("aten::") for event in profiled.function_events}
+    ran = {kind for name in names for start, kind in DISPATCHED.items() if name.startswith(start)}
+    assert len(ran) == 1
+    assert set(LossGraph(attended.sum(), reads_saved=True).attention) == ran
+
+
+@DEVICES
+def test_a_grouped_product_of_experts_is_read(device: str) -> None:
+    rows, weights = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in ((64, 32), (4, 32, 32)))
+    ends = torch.arange(1, 5, device=device, dtype=torch.int32) * 16
+    product = torch._grouped_mm(rows.requires_grad_(), weights, offs=ends)
+    assert LossGraph(product.sum(), reads_saved=True).has("GroupedMm")
+
+
 def test_a_float32_input_is_named_on_a_gpu_where_no_flash_kernel_takes_it() -> None:
     """torch takes the memory-efficient kernel there, whose node a CPU cannot make."""
     graph = LossGraph(None, reads_saved=True)
