@@ -3,7 +3,6 @@
     python benchmarks/overhead.py --work DIR
     python benchmarks/overhead.py --work DIR --first-step      # seconds until the first step is done
     python benchmarks/overhead.py --work DIR --observe         # other scripts: under toolkit.observe, and alone
-    python benchmarks/overhead.py --work DIR --keep-pages      # or --observe --keep-pages: without the kernel's share
 
 Both sides train the default model in fp32 on CPU ranks of one thread each, on the same batches: their losses are
 compared step by step. The two sides of a pair train in turns, a step each (`peer_jobs/turns.py`): what slows the node
@@ -11,8 +10,8 @@ down slows both. A ratio above 1 means that the toolkit trains more tokens with 
 `--observe` both sides are the same script, on the small model and the rows of `benchmarks/peers.py`.
 
 glibc gives the pages of large tensors back to the kernel and asks for them again, at a rate that depends on where the
-heap happens to end: one script's page faults per step differed by half from run to run. `--keep-pages` stops both sides
-from it, and so measures what the programs themselves do.
+heap happens to end: one script's page faults per step differed by half from run to run. With `--observe` both sides
+keep them, so that what the programs themselves do is measured.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from toolkit.engines.compiled_ops import path_with_ninja
 
 TABLE, FIRST_STEP_TABLE = "overhead", "first_step"
 HEADER = ("job", "pairs", "tokens per CPU-second: toolkit / plain script (95 % CI)", "goal", "largest loss difference")
-OBSERVED_TABLE = "observed"
+OBSERVED_TABLE = "observed_pages_kept"
 OBSERVED_HEADER = ("script", "pairs", "tokens per CPU-second: observed / alone (95 % CI)", "goal")
 OBSERVED_HEADER += ("first step later by, median (s)", "largest loss difference")
 FIRST_STEP_HEADER = ("job", "pairs", "toolkit (s)", "plain script (s)", "difference (s)")
@@ -99,7 +98,6 @@ def measure_pair(case: str, sides: dict[str, tuple[str, Job, bool]], number: int
         "case": case,
         "number": number,
         "cpu_seconds": {name: setting.timed_steps / own["tokens_per_cpu_second"] for name, own in figures.items()},
-        "median_step_cpu_seconds": {name: own["median_step_cpu_seconds"] for name, own in figures.items()},
         "first_step_seconds": {name: own["first_step_seconds"] for name, own in figures.items()},
         "loss_difference": max(abs(ours - bare) / abs(bare) for ours, bare in losses),
     }
@@ -119,14 +117,12 @@ def cases_of(pairs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
     return {case: [pair for pair in pairs if pair["case"] == case] for case in dict.fromkeys(p["case"] for p in pairs)}
 
 
-def table_rows(
-    _: dict[str, Any], pairs: Sequence[dict[str, Any]], *, seconds: str = "cpu_seconds"
-) -> list[list[object]]:
+def table_rows(_: dict[str, Any], pairs: Sequence[dict[str, Any]]) -> list[list[object]]:
     """Return per case the ratio of tokens per CPU-second, with Student's t on logarithms, and whether it is enough."""
     rows: list[list[object]] = []
     for case, own in cases_of(pairs).items():
         # Both sides train the same tokens, so that the ratio of tokens per second is the inverse ratio of the seconds.
-        ratios = [pair[seconds]["bare"] / pair[seconds]["toolkit"] for pair in own]
+        ratios = [pair["cpu_seconds"]["bare"] / pair["cpu_seconds"]["toolkit"] for pair in own]
         mean, interval, goal = statistics.geometric_mean(ratios), mean_interval(ratios), GOALS.get(case, GOAL)
         shown = f"{mean:.3f}" + ("" if interval is None else " ({:.3f} to {:.3f})".format(*interval))
         goal = OBSERVED_GOAL if case in OBSERVED_CASES else goal
@@ -155,9 +151,6 @@ def first_step_rows(_: dict[str, Any], pairs: Sequence[dict[str, Any]]) -> list[
 
 TABLES = {TABLE: (HEADER, table_rows), FIRST_STEP_TABLE: (FIRST_STEP_HEADER, first_step_rows)}
 TABLES |= {OBSERVED_TABLE: (OBSERVED_HEADER, observed_rows)}
-# The median step is none of those in which the heap grows: the kernel's new pages make them twice as long.
-of_median_step = functools.partial(table_rows, seconds="median_step_cpu_seconds")
-TABLES |= {f"{TABLE}_pages_kept": (HEADER, of_median_step), f"{OBSERVED_TABLE}_pages_kept": TABLES[OBSERVED_TABLE]}
 
 
 def main() -> None:
@@ -171,25 +164,21 @@ def main() -> None:
     parser.add_argument(
         "--observe", action="store_true", help="other scripts, observed and alone; `bare` is a plain Trainer"
     )
-    parser.add_argument(
-        "--keep-pages", action="store_true", help="glibc keeps the pages of freed tensors on both sides"
-    )
     parser.add_argument("--work", type=Path, required=True, help="folder for finished pairs; the same command resumes")
     parser.add_argument("--name", help="name of the result file; default: by what is measured")
     parser.add_argument("--at-most", type=int, help="stop after this many pairs; the next call resumes")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     # The same ninja for both sides: another version of it would compile DeepSpeed's ops again in every second run.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "PATH": path_with_ninja(), **(KEPT_PAGES if given.keep_pages else {})}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PATH": path_with_ninja(), **(KEPT_PAGES if given.observe else {})}
     trained = {"batch_size": 1, "max_length": MAX_SEQ_LENGTH, "learning_rate": 1e-5}  # the model has been trained
     setting = Setting() if given.observe else Setting(steps=14, untimed_steps=2, **trained)
     setting = replace(setting, steps=2, untimed_steps=1) if given.first_step else setting
     asked = {"steps": given.steps, "untimed_steps": given.untimed_steps}
     setting = replace(setting, **{name: number for name, number in asked.items() if number is not None})
-    if given.first_step and (given.observe or given.keep_pages):
-        parser.error("--first-step: expected neither --observe, whose table has it, nor --keep-pages")
+    if given.first_step and given.observe:
+        parser.error("--first-step: the table of --observe has it")
     name = OBSERVED_TABLE if given.observe else FIRST_STEP_TABLE if given.first_step else TABLE
-    name += "_pages_kept" if given.keep_pages else ""
     cases, (header, rows_of) = OBSERVED_CASES if given.observe else CASES, TABLES[name]
     if other := set(given.case or cases).difference(cases):
         parser.error(f"{', '.join(other)}: expected {', '.join(cases)}")

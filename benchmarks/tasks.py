@@ -85,11 +85,16 @@ class Desk:
         """The model of the real runs."""
         return small_model(self.work / "model", vocab_size=4096)
 
+    @property
+    def job(self) -> str:
+        """Model and rows of the real runs."""
+        return f"--model_name_or_path {self.model} --dataset {default_data_file('faq-en-alpaca.jsonl')}"
+
     def train(self, name: str, preset: str, processes: int, more: str = "") -> Path:
         """Train for some steps, once, and return the run folder."""
         folder = self.work / name
-        job = f"--model_name_or_path {self.model} --dataset {default_data_file('faq-en-alpaca.jsonl')} --seed 7"
-        job += f" --max_seq_length 64 --max_steps {STEPS} --save_strategy steps --save_steps 3 --output_dir {folder}"
+        job = f"{self.job} --seed 7 --output_dir {folder}"
+        job += f" --max_seq_length 64 --max_steps {STEPS} --save_strategy steps --save_steps 3"
         job += f" --per_device_train_batch_size {4 // processes} {more}"
         if not (folder / "run.json").is_file():
             self.run(f"train --preset {preset} --num-processes {processes} --cpu -- {job}")
@@ -310,12 +315,13 @@ def really_sharded(desk: Desk) -> Judged:
     files = sorted(run.glob("checkpoint-6/**/*optim_states.pt"))
     written = [path.stat().st_size for path in files]
     whole = [2 * each for each in said]
-    return Judged(said, lambda answer: len(files) == 2 and all(map(is_about, written, answer)), whole)
 
+    def is_right(answer: list[int]) -> bool:
+        """A rank's file has little beside the states that the rank says it holds."""
+        pairs = zip(written, answer, strict=False)
+        return len(written) == 2 and all(math.isclose(*sizes, rel_tol=0.1) for sizes in pairs)
 
-def is_about(written: int, said: int) -> bool:
-    """Return True if a rank's file, which has little else, is as large as the states that the rank says it holds."""
-    return math.isclose(written, said, rel_tol=0.1)
+    return Judged(said, is_right, whole)
 
 
 TRAINER = """
@@ -356,20 +362,15 @@ def failed_run(desk: Desk) -> Judged:
 @task("Does ZeRO-2 change what is trained?", truth="losses of the ranks' own records")
 def same_training(desk: Desk) -> Judged:
     one, other = (losses(desk.train(name, name, 2)) for name in ("ddp", "zero2"))
-    command = (
-        f"compare --preset ddp --preset zero2 --num-processes 2 --cpu --repeats 1 --output-dir {desk.work}/both --"
-    )
     if not (desk.work / "both" / "results.json").is_file():
-        job = f"--model_name_or_path {desk.model} --dataset {default_data_file('faq-en-alpaca.jsonl')} --max_steps 8"
-        desk.run(f"{command} {job} --max_seq_length 64 --per_device_train_batch_size 2")
+        command = "compare --preset ddp --preset zero2 --num-processes 2 --cpu --repeats 1"
+        job = f"{desk.job} --max_steps 8 --max_seq_length 64 --per_device_train_batch_size 2"
+        desk.run(f"{command} --output-dir {desk.work}/both -- {job}")
     rows = desk.ask(f"report {desk.work}/both")["rows"]
     answer = {row["preset"]: row["last_loss"] for row in rows}
     same = near(one, other)
-    return Judged(answer, lambda given: same and within(given.values()), {"ddp": 1.0, "zero2": 2.0})
-
-
-def within(values: Any) -> bool:
-    return len(list(values)) == 2 and math.isclose(*values, rel_tol=0.01)
+    wrong = {"ddp": 1.0, "zero2": 2.0}
+    return Judged(answer, lambda given: same and math.isclose(given["ddp"], given["zero2"], rel_tol=0.01), wrong)
 
 
 @task("Which is faster on this node, DDP or ZeRO-2?", truth="the step times in the ranks' own records")
@@ -459,9 +460,8 @@ def which_gpus(desk: Desk) -> Judged:
 
 @task("Write the SLURM file for two nodes of eight GPUs", truth="bash, and the words of sbatch")
 def slurm_file(desk: Desk) -> Judged:
-    job = f"--model_name_or_path {desk.model} --dataset {default_data_file('faq-en-alpaca.jsonl')}"
-    job += f" --output_dir {desk.work}/shared"
-    text = desk.run(f"cluster slurm --preset fsdp2 --nodes 2 --gpus-per-node 8 -- {job}")
+    options = "--preset fsdp2 --nodes 2 --gpus-per-node 8"
+    text = desk.run(f"cluster slurm {options} -- {desk.job} --output_dir {desk.work}/shared")
 
     def is_right(given: str) -> bool:
         parses = subprocess.run(["bash", "-n"], input=given, text=True, capture_output=True).returncode == 0

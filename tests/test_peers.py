@@ -198,7 +198,6 @@ def test_the_wait_for_a_turn_is_no_part_of_a_steps_time() -> None:
     waited = figures(LOSSES, resumed_after=0.25)
     assert waited["tokens_per_second"] == 2 * 32 / (2 * 0.75)
     assert waited["tokens_per_cpu_second"] == 2 * 32 / (2 * 2 * 0.25)
-    assert waited["median_step_cpu_seconds"] == 2 * 0.25
 
 
 @pytest.mark.launch

@@ -28,7 +28,6 @@ def figures(record: dict[str, Any], untimed_steps: int, tokens_per_step: int) ->
     return {
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / cpu,
-        "median_step_cpu_seconds": statistics.median(step_cpu_seconds(ranks, number) for number in numbers),
         "first_step_seconds": max(rank[0]["time"] for rank in ranks) - record["started"],
         "peak_pss_bytes": record["peak_pss_bytes"],
         "peak_allocated_bytes": max(peaks) if peaks else None,
