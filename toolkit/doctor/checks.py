@@ -49,6 +49,8 @@ class NodeReadings:
     def __init__(self, options: DoctorOptions, model: str | None = None) -> None:
         self.options = options
         self.model = model
+        self.preset: PresetSpec | None = None if options.preset is None else load_preset(options.preset)
+        self.rdma_ports: list[RdmaPort] = rdma_ports()
         self.output_dir = user_path(options.output_dir or ".").absolute()
         """Folder of the run, which may not exist yet."""
 
@@ -85,16 +87,6 @@ class NodeReadings:
     def has_gpu(self) -> bool:
         """True on a node with an NVIDIA GPU, whether it works or not."""
         return bool(self.pci_gpus or self.gpu_names or installed_gpus())
-
-    @cached_property
-    def rdma_ports(self) -> list[RdmaPort]:
-        """Ports of InfiniBand, RoCE and EFA, as the kernel lists them."""
-        return rdma_ports()
-
-    @cached_property
-    def preset(self) -> PresetSpec | None:
-        """The preset that the node is checked for."""
-        return None if self.options.preset is None else load_preset(self.options.preset)
 
     @cached_property
     def processes(self) -> int:

@@ -61,13 +61,13 @@ class SimulatedSchedule:
         """Return the schedule as `toolkit simulate pipeline --json` prints it."""
         run, size, memory = self.run, self.run.size, self.memory
         row: dict[str, Any] = {
-            "schedule": run.order.schedule,
+            "schedule": run.schedule,
             "stages": size.stages,
             "micro_batches": size.micro_batches,
             "chunks": size.chunks,
             **{name: getattr(run, name) for name in ("step_seconds", "makespan_seconds", "bubble_fraction")},
             "peak_micro_batches": list(run.peak_micro_batches),
-            "chunk_seconds": [list(times.by_kind()) for times in run.times],
+            "chunk_seconds": [list(times) for times in run.times],
         }
         if memory is not None:
             row["step_seconds_range"] = list(self.step_seconds_range or ())
@@ -200,7 +200,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         run = simulated.run
         times = f"step {seconds(run.step_seconds)}, from the first start to the last end"
         shown = "memory by stage" if on_page else f"{times} {seconds(run.makespan_seconds)}"
-        heading = f"{run.order.schedule}, {shown}"
+        heading = f"{run.schedule}, {shown}"
         if simulated.memory is not None:
             sections.append((heading, _stages_table(run, simulated.memory)))
             heading = ""
@@ -223,7 +223,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
             notes.append("No schedule fits: more --stages, a larger --tp, or --activation-checkpointing.")
     return SimulationReport(
         title="Pipeline schedules, simulated",
-        summary=f"{comparison.heading}: {fastest.run.order.schedule} has the shortest step,"
+        summary=f"{comparison.heading}: {fastest.run.schedule} has the shortest step,"
         f" {seconds(fastest.run.step_seconds)}, with a bubble of {100 * fastest.run.bubble_fraction:.1f} %.",
         sections=sections,
         notes=notes + [f"Left out: {reason}." for reason in comparison.left_out],
@@ -234,7 +234,7 @@ def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
     run, peaks = simulated.run, simulated.run.peak_micro_batches
     digits = 0 if run.size.chunks == 1 else 1
     cells = (
-        text_cell(run.order.schedule),
+        text_cell(run.schedule),
         number_cell(run.size.chunks, 0),
         Cell(text=seconds(run.step_seconds), value=run.step_seconds),
         Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
@@ -293,12 +293,12 @@ def _drawn_timeline(run: PipelineRun, *, expanded: bool) -> TimelineChart:
     """Every operation of a stage; where there are too many, what it does at equal times."""
     rows, step = [], run.makespan_seconds / MOST_POINTS
     for stage in shown_stages(run.size.stages, MOST_STAGES_ON_PAGE):
-        if len(run.order.operations[stage]) <= MOST_POINTS:
+        if len(run.operations[stage]) <= MOST_POINTS:
             drawn = list(run.stage_operations(stage))
         else:
             letters = enumerate(_sampled(run, stage, MOST_POINTS))
             drawn = [(place * step, (place + 1) * step, letter) for place, letter in letters]
         spans = {each: [(start, end) for start, end, letter in drawn if letter == each] for each in LETTERS}
         rows.append((f"stage {stage}", [Boxes(spans=spans[letter], color=color) for letter, color in COLORS.items()]))
-    label = run.order.schedule
+    label = run.schedule
     return TimelineChart(label=label, rows=rows, seconds=run.makespan_seconds, x_name="one step", expanded=expanded)

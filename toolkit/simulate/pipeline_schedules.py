@@ -1,7 +1,8 @@
 """Schedules of a pipeline: the order of each stage's forwards and backwards, and the step that it gives, simulated.
 
-    >>> order = operation_order("1f1b", PipelineSize(stages=2, micro_batches=3))
-    >>> " ".join(f"{LETTERS[kind]}{number}" for kind, _, number in map(order.decode, order.operations[0]))
+    >>> size = PipelineSize(stages=2, micro_batches=3)
+    >>> first, second = operation_order("1f1b", size)
+    >>> " ".join(f"{LETTERS[kind]}{number}" for kind, _, number in map(size.decode, first))
     'F0 F1 B0 F2 B1 B2'
 
 A stage is one GPU, or one group of GPUs that split its layers. It has one chunk of the model, or several: chunk 0 is
@@ -21,8 +22,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
@@ -48,7 +50,10 @@ NOT_RUN = -1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSize:
-    """Stages of a pipeline, chunks of the model on each, and micro-batches of a step."""
+    """Stages of a pipeline, chunks of the model on each, and micro-batches of a step.
+
+    An operation is a number: `row(kind, chunk)[micro_batch]`.
+    """
 
     stages: int
     micro_batches: int
@@ -63,26 +68,22 @@ class PipelineSize:
         first = (kind * self.num_chunks + chunk) * self.micro_batches
         return range(first, first + self.micro_batches)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OperationOrder:
-    """What each stage runs, in order. An operation is a number: `size.row(kind, chunk)[micro_batch]`."""
-
-    schedule: str
-    size: PipelineSize
-    operations: tuple[Sequence[int], ...]  # by stage
-
     def decode(self, operation: int) -> tuple[int, int, int]:
         """Return kind, chunk and micro-batch of an operation."""
-        row, micro_batch = divmod(operation, self.size.micro_batches)
-        return (*divmod(row, self.size.num_chunks), micro_batch)
+        row, micro_batch = divmod(operation, self.micro_batches)
+        return (*divmod(row, self.num_chunks), micro_batch)
 
 
-def operation_order(schedule: str, size: PipelineSize) -> OperationOrder:
-    """Return the order of operations. Raises ToolkitError for a schedule that is impossible with these sizes."""
+def operation_order(schedule: str, size: PipelineSize) -> list[list[int]]:
+    """Return each stage's operations, in order. Raises ToolkitError for a schedule that cannot run with these sizes."""
     check_schedule(schedule, size)
-    operations = (_stage_order(schedule, size, stage) for stage in range(size.stages))
-    return OperationOrder(schedule=schedule, size=size, operations=tuple(operations))
+    if schedule == INTERLEAVED:
+        return [_interleaved(size, stage) for stage in range(size.stages)]
+    orders = []
+    for stage in range(size.stages):
+        warmup = size.micro_batches if schedule == GPIPE else size.stages - 1 - stage
+        orders.append(_in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=warmup))
+    return orders
 
 
 def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
@@ -110,14 +111,6 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
         raise ToolkitError(f"{what} runs them in {rounds} equal rounds", hint=f"`--micro-batches {stages * rounds}`")
 
 
-def _stage_order(schedule: str, size: PipelineSize, stage: int) -> list[int]:
-    if schedule == INTERLEAVED:
-        return _interleaved(size, stage)
-    forwards, backwards = size.row(FORWARD, stage), size.row(BACKWARD, stage)
-    warmup = size.micro_batches if schedule == GPIPE else size.stages - 1 - stage
-    return _in_turns(forwards, backwards, warmup=warmup)
-
-
 def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> list[int]:
     """Warm-up forwards, then forwards and backwards in turns, then the backwards that are left."""
     rest = forwards[warmup:]
@@ -143,38 +136,26 @@ def _interleaved(size: PipelineSize, stage: int) -> list[int]:
 # -- One step, event by event
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkTimes:
-    """Times of one micro-batch in one chunk of the model: in a stage, if it has one chunk."""
+class ChunkTimes(NamedTuple):
+    """Times of one micro-batch in one chunk of the model, by kind of operation: in a stage, if it has one chunk."""
 
     forward_seconds: float
     backward_seconds: float
 
-    @property
-    def seconds(self) -> float:
-        """All of a micro-batch's work in the chunk."""
-        return self.forward_seconds + self.backward_seconds
-
-    def by_kind(self) -> tuple[float, float]:
-        """Return the seconds of each kind of operation, in the order of `LETTERS`."""
-        return self.forward_seconds, self.backward_seconds
-
     def divided(self, parts: int) -> ChunkTimes:
         """Return the times of one of several equal parts."""
-        return ChunkTimes(**{name: seconds / parts for name, seconds in asdict(self).items()})
+        return ChunkTimes(*(seconds / parts for seconds in self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRun:
     """One simulated step."""
 
-    order: OperationOrder
+    schedule: str
+    size: PipelineSize
+    operations: Sequence[Sequence[int]]  # by stage, in order
     times: Sequence[ChunkTimes]  # by chunk of the model
     end_seconds: Sequence[float]  # by operation
-
-    @property
-    def size(self) -> PipelineSize:
-        return self.order.size
 
     @cached_property
     def step_seconds(self) -> float:
@@ -184,8 +165,8 @@ class PipelineRun:
         such a wait it is `makespan_seconds`.
         """
         spans = []
-        for operations in self.order.operations:
-            _, chunk, _ = self.order.decode(operations[0])
+        for operations in self.operations:
+            _, chunk, _ = self.size.decode(operations[0])
             start = self.end_seconds[operations[0]] - self.times[chunk].forward_seconds
             spans.append(self.end_seconds[operations[-1]] - start)
         return max(spans)
@@ -198,7 +179,7 @@ class PipelineRun:
     @property
     def work_seconds(self) -> float:
         """Mean work of a stage: the step without any bubble."""
-        return self.size.micro_batches * sum(times.seconds for times in self.times) / self.size.stages
+        return self.size.micro_batches * sum(map(sum, self.times)) / self.size.stages
 
     @property
     def bubble_fraction(self) -> float:
@@ -218,15 +199,15 @@ class PipelineRun:
     def peak_held(self, stage: int, held_by_chunk: Sequence[int]) -> int:
         """Return the most that a stage holds at once, if one micro-batch in each chunk holds so much."""
         change = [sign * held for sign in (1, -1) for held in held_by_chunk]  # F, B
-        rows = (operation // self.size.micro_batches for operation in self.order.operations[stage])
+        rows = (operation // self.size.micro_batches for operation in self.operations[stage])
         return max(itertools.accumulate(change[row] for row in rows))
 
     def stage_operations(self, stage: int) -> Iterator[tuple[float, float, str]]:
         """Yield start and end in seconds, and the letter of each operation of a stage, in order."""
-        for operation in self.order.operations[stage]:
-            kind, chunk, _ = self.order.decode(operation)
+        for operation in self.operations[stage]:
+            kind, chunk, _ = self.size.decode(operation)
             end = self.end_seconds[operation]
-            yield end - self.times[chunk].by_kind()[kind], end, LETTERS[kind]
+            yield end - self.times[chunk][kind], end, LETTERS[kind]
 
 
 def simulate(
@@ -237,15 +218,18 @@ def simulate(
     Raises ToolkitError for a schedule that is impossible with these sizes.
     """
     order = operation_order(schedule, size)
-    return PipelineRun(order=order, times=times, end_seconds=_end_seconds(order, times, transfer_seconds))
+    ends = _end_seconds(order, size, times, transfer_seconds)
+    return PipelineRun(schedule=schedule, size=size, operations=order, times=times, end_seconds=ends)
 
 
-def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_seconds: float) -> list[float]:
-    per_row, chunks = order.size.micro_batches, range(order.size.num_chunks)
-    seconds = [chunk.by_kind()[kind] for kind in KINDS for chunk in times]
+def _end_seconds(
+    order: Sequence[Sequence[int]], size: PipelineSize, times: Sequence[ChunkTimes], transfer_seconds: float
+) -> list[float]:
+    per_row, chunks = size.micro_batches, range(size.num_chunks)
+    seconds = [chunk[kind] for kind in KINDS for chunk in times]
     # By kind and chunk, the way from an operation to the neighbour's that it needs: neighbours are on other stages.
     needs = [step * per_row if chunk + step in chunks else 0 for step in (-1, 1) for chunk in chunks]
-    delay = transfer_seconds if order.size.stages > 1 else 0.0
+    delay = transfer_seconds if size.stages > 1 else 0.0
     ends = [NOT_RUN] * (len(seconds) * per_row)
 
     def run(operations: Sequence[int]) -> Iterator[int]:
@@ -263,11 +247,11 @@ def _end_seconds(order: OperationOrder, times: Sequence[ChunkTimes], transfer_se
             if operation in waiting:
                 ready.append(waiting.pop(operation))
 
-    ready, waiting = [run(operations) for operations in order.operations], dict[int, Iterator[int]]()
+    ready, waiting = [run(operations) for operations in order], dict[int, Iterator[int]]()
     while ready:
         stage = ready.pop()
         needed = next(stage, None)
         if needed is not None:
             waiting[needed] = stage
-    assert not waiting, f"{order.schedule} with {order.size} never ends"
+    assert not waiting, f"{size} never ends"
     return ends
