@@ -31,8 +31,8 @@ from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
 from toolkit.plan.memory import DOES_NOT_FIT, FITS
-from toolkit.plan.model_states import all_ranks_bytes
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, node_memory
+from toolkit.plan.training_setup import all_ranks_bytes
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
