@@ -84,8 +84,10 @@ def check_values(job: Job, *, on_cpu: bool) -> None:
     """Raise ToolkitError for a value that works under no preset, as far as that is known without torch."""
     for check in CHECKS:
         check(job)
-    if on_cpu:
-        _check_on_cpu(job)
+    if on_cpu and job.tf32:
+        raise ToolkitError("--tf32 needs a GPU", hint="leave it out on a CPU")
+    if on_cpu and job.compilation is not None and job.compilation.backend == "cudagraphs":
+        raise ToolkitError("--torch_compile_backend cudagraphs needs a GPU", hint="leave it out on a CPU")
 
 
 def _check_words(job: Job) -> None:
@@ -260,13 +262,6 @@ CHECKS: tuple[Callable[[Job], None], ...] = (
     _check_comm_hook,
 )
 """The first that objects is reported."""
-
-
-def _check_on_cpu(job: Job) -> None:
-    if job.tf32:
-        raise ToolkitError("--tf32 needs a GPU", hint="leave it out on a CPU")
-    if job.compilation is not None and job.compilation.backend == "cudagraphs":
-        raise ToolkitError("--torch_compile_backend cudagraphs needs a GPU", hint="leave it out on a CPU")
 
 
 def refuse_arguments_of_comparison(job: Job) -> None:
