@@ -9,7 +9,7 @@ from typing import Any
 from grid import Case
 
 from toolkit.plan.engine_buffers import driver_bytes
-from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.training_setup import engine_settings
 from toolkit.presets import load_preset
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")

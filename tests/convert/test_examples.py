@@ -25,8 +25,7 @@ import yaml
 from conversions import outcome, refused_by_our_checks, unaccounted
 
 from toolkit.convert.conversion import TOOLS, convert_file
-from toolkit.convert.draft import Conversion
-from toolkit.convert.trl import ACCELERATE_CONFIGS
+from toolkit.convert.draft import Conversion, load_dialect
 from toolkit.errors import ToolkitError
 from toolkit.files.paths import cache_folder
 
@@ -121,7 +120,7 @@ def test_trls_accelerate_configurations_are_presets(tmp_path: Path) -> None:
         command = f"trl sft --model_name_or_path a/b --dataset_name c/d --accelerate_config {file}"
         (tmp_path / "command.sh").write_text(command)
         found[file.stem] = convert_file(tmp_path / "command.sh").preset
-    assert found == ACCELERATE_CONFIGS
+    assert found == load_dialect("trl").accelerate_configs
 
 
 # -- every setting of the schemas

@@ -14,9 +14,8 @@ from toolkit.job.accumulation import chosen_accumulate
 from toolkit.job.global_batch import scaled_rate, with_accumulation
 from toolkit.job.job import Job
 from toolkit.presets import list_presets, load_preset
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import default_accumulate
-from toolkit.presets.support import unsupported
+from toolkit.presets.support import check_arguments, unsupported
 from toolkit.presets.training_arguments import trainer_arguments
 
 BATCH = Job(per_device_train_batch_size=2, global_batch_size=8)

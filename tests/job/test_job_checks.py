@@ -10,7 +10,7 @@ from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.job.job_checks import BACKENDS, MODES, check_values
 from toolkit.presets import load_preset
-from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.support import check_arguments
 
 
 def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list[str]:

@@ -18,8 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.job import trainer_schema as schema
 from toolkit.job.argument_fields import TrainerArguments
 from toolkit.job.job import Job
-from toolkit.job.job_checks import check_values
-from toolkit.job.trainer_checks import check_trainer_arguments
+from toolkit.job.job_checks import check_trainer_arguments, check_values
 from toolkit.job.trainer_schema import SHIPPED, describe_installed, trainer_schema
 
 EVALUATES = "--eval_strategy steps --val_size 8"

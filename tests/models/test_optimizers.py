@@ -19,10 +19,9 @@ from toolkit.models.job_weights import job_weights
 from toolkit.models.optimizers import MUON, OPTIMIZERS, UpdatedTensor, is_low_rank, optimizer_spec, why_not_planned
 from toolkit.models.read_model import read_model
 from toolkit.observe.verify.expected import optimizer_class
-from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.presets.support import unsupported
 

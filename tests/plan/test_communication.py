@@ -21,8 +21,9 @@ from toolkit.models.shape import ModelShape, Tensor
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.step_time import dimension_traffic, step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
 
 # One preset per engine; the others are compared in `make test-nightly`.

@@ -16,11 +16,10 @@ from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.engine_buffers import PROCESS_BYTES, HostMemory, engine_buffers
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import plan_engine_memory, plan_memory
 from toolkit.plan.methods import Method
-from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 
 

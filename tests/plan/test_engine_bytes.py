@@ -21,9 +21,8 @@ from toolkit.models.job_weights import job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, is_low_rank
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
-from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import model_states
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 

@@ -11,10 +11,10 @@ from command_line import run_command
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.vision_tower import saved_per_token
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import MemoryPlan, plan_engine_memory
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import engine_settings
 from toolkit.presets import load_preset
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"

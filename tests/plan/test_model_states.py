@@ -17,10 +17,9 @@ from toolkit.models.job_weights import job_weights, total
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape, linear
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.model_states import all_ranks_bytes, model_states
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import all_ranks_bytes, engine_settings, model_states
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.versions import is_importable

@@ -18,12 +18,11 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import job_weights
 from toolkit.plan.engine_buffers import engine_buffers
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.phases import PhaseMemory
 from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.presets.support import check_supported
 

@@ -15,8 +15,9 @@ from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.plan.communication import step_collectives
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import plan_memory
-from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.step_time import step_time
+from toolkit.plan.training_setup import StageLoad, TrainingSetup, stage_shape
 from toolkit.presets import load_preset
 from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineSize, simulate
 

@@ -19,14 +19,13 @@ from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import QuantizedBase, job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import linear
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.logits import LOSSES, LossSizes
 from toolkit.plan.memory import MemoryPlan, memory_verdict, plan_memory
-from toolkit.plan.model_states import model_states
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.phases import PhaseMemory
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import PROGRAMS, Numerics
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 from toolkit.versions import is_importable

@@ -19,8 +19,9 @@ from toolkit.models.shape import ModelShape
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, MemoryPlan, plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.step_time import step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
 from toolkit.units import GIB
 

@@ -23,9 +23,10 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.methods import Method
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.step_parts import CALIBRATION, Calibration
 from toolkit.plan.step_time import PAIR_SPREAD, MeasuredStep, StepTime, step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
 from toolkit.record.measurements import percentile
 

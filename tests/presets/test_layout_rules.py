@@ -12,8 +12,7 @@ from toolkit.job.job import Job
 from toolkit.models.split import read_split
 from toolkit.presets import list_presets, load_preset
 from toolkit.presets.compatibility import ModelLimits
-from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.support import unsupported
+from toolkit.presets.support import check_arguments, unsupported
 
 LLAMA = {"model_type": "llama", **SIZES}
 QWEN3_MOE = LLAMA | MODELS["qwen3_moe"]

@@ -29,8 +29,7 @@ from toolkit.plan.planner import PlanRequest, make_plans
 from toolkit.presets import Preset, list_presets, load_preset, preset_names
 from toolkit.presets.compatibility import CPU, Device, ModelLimits
 from toolkit.presets.layout_rules import next_world_size
-from toolkit.presets.preset_checks import check_arguments
-from toolkit.presets.support import limitations, unsupported
+from toolkit.presets.support import check_arguments, limitations, unsupported
 from toolkit.rehearse.rehearsal import check_rehearsal
 
 LLAMA_8B = Path(__file__).parent.parent / "fixtures" / "llama-8b"

@@ -71,9 +71,9 @@ def muon_in_fp32() -> None:
 
 def unsupported_optimizer() -> None:
     """Leave out the rules that refuse an optimizer: the library's own behaviour."""
-    import toolkit.presets.preset_checks as preset_checks
+    import toolkit.presets.support as support
 
-    preset_checks.check_supported = lambda *_, **__: None
+    support.check_supported = lambda *_, **__: None
 
 
 def rank_0_refuses_late() -> None:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.observe.rank_process import prepare_environment
-from toolkit.plan.engine_settings import engine_settings
+from toolkit.plan.training_setup import engine_settings
 from toolkit.presets import load_preset
 from toolkit.train.model.loading import cast_weights
 

@@ -11,7 +11,7 @@ from toolkit.convert.draft import Conversion
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 from toolkit.presets import load_preset
-from toolkit.presets.preset_checks import check_arguments
+from toolkit.presets.support import check_arguments
 
 # `check_arguments` also wants the packages of trackers, which a test machine may not have.
 MISSING_PACKAGE = "needs a package that is not installed"

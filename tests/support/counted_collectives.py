@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.plan.communication import step_collectives
-from toolkit.plan.planned_job import TrainingSetup
+from toolkit.plan.training_setup import TrainingSetup
 
 NOISE_BYTES = 1024  # losses, norms, flags and the recorded order of modules: no plan counts them
 

@@ -16,7 +16,8 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -13,7 +13,8 @@ from measured_jobs import GPU_NAMES, PRESETS, rows, shape_of
 
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
 from toolkit.record.shared_run import SharedRun
 from toolkit.units import GIB

@@ -18,8 +18,7 @@ from toolkit.checkpoint.verify import verify
 from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
-from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import model_states
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 
 pytestmark = pytest.mark.launch

@@ -150,7 +150,6 @@ def _whole(field: str, text: str) -> int:
 
 
 def _value(option: str, text: str, kind: Any) -> Any:
-    """Return an option's text as a value of its type. Raises ToolkitError for a text that is no number."""
     if get_origin(kind) is tuple:
         return (_value(option, text, get_args(kind)[0]),)
     if isinstance(kind, types.UnionType):

@@ -120,8 +120,8 @@ def _check_node(prepared: PreparedRun) -> None:
     """Warn of more ranks than cores. Raises ToolkitError where the model states of all ranks exceed the host memory."""
     from toolkit.hardware.node import usable_memory_bytes
     from toolkit.models.read_model import read_model
-    from toolkit.plan.model_states import all_ranks_bytes
     from toolkit.plan.planned_job import PlannedJob
+    from toolkit.plan.training_setup import all_ranks_bytes
 
     run, cores, needed = prepared.run, len(os.sched_getaffinity(0)), 0
     if run.num_processes > cores:

@@ -24,8 +24,9 @@ from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, check_planned_job, with_workspaces
+from toolkit.plan.planned_job import PlannedJob, check_planned_job, with_workspaces
 from toolkit.plan.step_time import step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.units import NOT_AVAILABLE, SECONDS_PER_HOUR, counted, gib, number, seconds
 
 # When the training script ends a run early (toolkit/observe/early_stopping.py): it decides after every fifth step

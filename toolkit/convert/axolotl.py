@@ -36,10 +36,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     if trackers:  # the project's name is listed: it has no argument
         keys = (key for key in trackers if key != "wandb_project")
         draft.assign("report_to", sorted(set(trackers.values())), *keys)
-    if "hub_model_id" in draft.arguments:  # core/builders/base.py
-        for name in ("push_to_hub", "hub_private_repo", "hub_always_push"):
-            draft.default(name, True)
-    draft.set_defaults(dialect.defaults)
+    draft.set_defaults()
     return draft.finish(preset=take_strategy(draft, file))
 
 

@@ -78,10 +78,11 @@ class Dialect:
     on_by_default: Collection[str]
     defaults: Mapping[str, Any]
     default_notes: Mapping[str, str] = field(default_factory=dict)
-    lora_defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lora_config: Mapping[str, str] = field(default_factory=dict)
     liger: Mapping[str, Sequence[str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
+    accelerate_configs: Mapping[str, str] = field(default_factory=dict)
     reasons: Mapping[str, str]
     fsdp_redundant: Mapping[str, Any]
     fsdp_reasons: Mapping[str, str]
@@ -258,10 +259,13 @@ class Draft(Conversion):
             self.move(key, argument, note=table.notes.get(key))
         self.move_known(table.known)
 
-    def set_defaults(self, defaults: Mapping[str, Any]) -> None:
+    def set_defaults(self) -> None:
         """Set what the tool does when a setting is absent, where that differs from ours."""
-        for argument, value in defaults.items():
-            self.default(argument, value, note=self.dialect.default_notes.get(argument))
+        table = self.dialect
+        tables = [defaults for argument, defaults in table.defaults_with.items() if argument in self.arguments]
+        for defaults in (*tables, table.defaults):
+            for argument, value in defaults.items():
+                self.default(argument, value, note=table.default_notes.get(argument))
 
     def take_lora_config(self) -> None:
         """Set `lora_config` from the settings that are fields of peft's LoraConfig, unless they are off."""

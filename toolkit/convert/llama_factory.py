@@ -62,7 +62,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         paths = [_text(block_of(entries, name, source), "path", f"{source}: {name}") for name in entries]
         sources.set_datasets(draft, [sources.NamedData(path, ("train_dataset",)) for path in paths if path is not None])
     draft.translate()
-    draft.set_defaults(dialect.defaults)
+    draft.set_defaults()
     if values.get("enable_activation_checkpointing", True):  # v1's; disable_gradient_checkpointing is assigned
         draft.default("activation_checkpointing", True)  # hparams/model_args.py, v1/config/training_args.py
     return draft.finish(preset=sources.take_strategy(draft, file, chosen=chosen))
@@ -71,8 +71,6 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
 def _take_v1(draft: Draft, file: Path) -> sources.Choice:
     """Use what only the format under `examples/v1` has (src/llamafactory/v1), and return the preset that it names."""
     draft.move_known(["micro_batch_size"])
-    if draft.get("peft_config.target_modules") == "all":
-        draft.left["peft_config.target_modules"] = ["all-linear"]
     if draft.get("quant_config.quantization_bit") == 4:
         draft.assign("load_in_4bit", True, "quant_config.quantization_bit", "quant_config.name")
     name, config = draft.get("dist_config.name"), draft.get("dist_config.config_file")

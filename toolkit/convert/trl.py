@@ -14,10 +14,7 @@ from toolkit.files.documents import read_configuration
 from toolkit.files.paths import find_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
-# `trl sft --accelerate_config NAME`: files of that name in trl/accelerate_configs
-ACCELERATE_CONFIGS = {name: name for name in ("zero1", "zero2", "zero3", "fsdp2")}
 OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
-ACCELERATE_CONFIGS |= {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 
 
 def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any]:
@@ -86,20 +83,19 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft.translate()
     if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
         draft.assign("loss_on", "all", "completion_only_loss")
-    draft.set_defaults(draft.dialect.defaults)
+    draft.set_defaults()
     return draft.finish(preset=_take_launch(draft, file))
 
 
 def _take_lora(draft: Draft) -> None:
-    defaults, fields = draft.dialect.lora_defaults, draft.dialect.lora_config
+    settings, fields = draft.dialect.defaults_with["lora_r"], draft.dialect.lora_config
     if not draft.is_on("use_peft"):
         reason = "no adapter is trained: `use_peft` is not set"
-        draft.leave_out("lora_r", *defaults, *fields, "lora_task_type", reason=reason, has_effect=False)
+        draft.leave_out("lora_r", *settings, *fields, "lora_task_type", reason=reason, has_effect=False)
         return
     draft.assign("lora_r", draft.get("lora_r", 16), "use_peft", "lora_r")
-    for name in defaults:
+    for name in settings:
         draft.move(name)
-    draft.set_defaults(defaults)
     if draft.is_on("load_in_4bit"):
         draft.move("load_in_4bit")
     draft.take_lora_config()
@@ -136,7 +132,7 @@ def _take_launch(draft: Draft, file: Path) -> str:
     for key in draft.among("accelerate_config", "config_file")[:1]:
         name = str(draft.get(key))
         path = find_file(name, file)
-        known = ACCELERATE_CONFIGS.get(Path(name).stem.removeprefix("deepspeed_"))
+        known = draft.dialect.accelerate_configs.get(Path(name).stem.removeprefix("deepspeed_"))
         if path is not None:
             config = read_configuration(path)
             processes = config.get("num_processes")

@@ -31,9 +31,8 @@ from toolkit.models.config_fields import read_config
 from toolkit.models.hub import download_config, no_such_model
 from toolkit.models.read_model import config_path
 from toolkit.presets.compatibility import Device
-from toolkit.presets.preset_checks import check_arguments, check_parts
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import check_supported
+from toolkit.presets.support import check_arguments, check_parts, check_supported
 from toolkit.record.attempts import Reuse, check_start, reuse_of
 from toolkit.record.checkpoints import LATEST_WORDS, list_checkpoints
 from toolkit.record.folder import RunFolder, read_json

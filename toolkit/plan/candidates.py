@@ -21,8 +21,9 @@ from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import FITS, TOO_CLOSE, MemoryPlan, memory_verdict, plan_memory
 from toolkit.plan.methods import Method, not_planned
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, with_workspaces
+from toolkit.plan.planned_job import PlannedJob, with_workspaces
 from toolkit.plan.step_time import MeasuredStep, StepTime, speed_row, step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets.compatibility import Device, Purpose
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import Known, unsupported

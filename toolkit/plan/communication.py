@@ -13,7 +13,7 @@ from functools import partial
 
 from toolkit.engines.planned import Collective
 from toolkit.parallel.layout import ParallelLayout
-from toolkit.plan.planned_job import TrainingSetup
+from toolkit.plan.training_setup import TrainingSetup
 
 
 def communication_bytes(collectives: Iterable[Collective]) -> int:

@@ -21,8 +21,9 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.methods import METHODS, SFT
 from toolkit.plan.options import JobAndGpuOptions
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, with_workspaces
+from toolkit.plan.planned_job import PlannedJob, with_workspaces
 from toolkit.plan.step_time import MeasuredStep, step_time
+from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets.preset import load_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import Figures, read_steps

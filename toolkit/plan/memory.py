@@ -1,7 +1,7 @@
 """GPU memory of one rank by phase and part: load, forward, backward, optimizer step; and whether it fits.
 
-The peak is that of the largest phase. Its parts are computed in modules of their own: `model_states`, `engine_buffers`
-and `toolkit.models.activations`.
+The peak is that of the largest phase. Its parts are computed in modules of their own: `training_setup`,
+`engine_buffers` and `toolkit.models.activations`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from toolkit.models.split import part_of_rank
 from toolkit.plan.engine_buffers import HostMemory, driver_bytes, engine_buffers, host_memory, overhead_bytes
 from toolkit.plan.methods import SFT
 from toolkit.plan.micro_batch import micro_batch
-from toolkit.plan.model_states import model_states
 from toolkit.plan.phases import PhaseMemory, Rank, peaks
-from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup, stage_shape
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import TOOLKIT
+from toolkit.plan.training_setup import StageLoad, TrainingSetup, model_states, stage_shape
 from toolkit.presets.spec import PresetSpec
 from toolkit.units import GIB, tenths_of_gib
 

@@ -98,8 +98,10 @@ class Method:
     @property
     def spec(self) -> MethodSpec:
         """What its trainer does. Raises ToolkitError for a word that is no method."""
-        if self.method not in METHODS:
-            _refuse_method(self.method)
+        if self.method in ("lora", "qlora", "full"):
+            hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
+            raise ToolkitError(f"--method is '{self.method}', expected {', '.join(METHODS)}", hint=hint)
+        check_word("--method", self.method, list(METHODS))
         return METHODS[self.method]
 
     @property
@@ -170,13 +172,6 @@ class Method:
 
 
 SUPERVISED = Method()
-
-
-def _refuse_method(word: str) -> None:
-    if word in ("lora", "qlora", "full"):
-        hint = "`--lora-r 16` plans adapters; without it all parameters are trained"
-        raise ToolkitError(f"--method is '{word}', expected {', '.join(METHODS)}", hint=hint)
-    check_word("--method", word, list(METHODS))
 
 
 def check_method(method: Method, *, rows: int, row_tokens: int, lora: bool) -> None:

@@ -16,8 +16,9 @@ from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.models.shape import ModelShape
 from toolkit.plan.methods import reference_buffer_bytes, reference_bytes
 from toolkit.plan.micro_batch import MicroBatch
-from toolkit.plan.planned_job import LOG_PROBABILITY_BYTES, PlannedJob, StageLoad
+from toolkit.plan.planned_job import LOG_PROBABILITY_BYTES, PlannedJob
 from toolkit.plan.programs import TOOLKIT
+from toolkit.plan.training_setup import StageLoad
 
 PARTS = ("parameter", "gradient", "optimizer", "reference", "activation", "logits", "buffer", "generation")
 STATES = PARTS[:4]

@@ -1,14 +1,12 @@
-"""A training job as the planner sees it, and one setup of it: model, preset, world size and job together."""
+"""A training job as the planner sees it, and the checks of its values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import chain
+from functools import cached_property
 from typing import Any
 
-from toolkit.engines.engine import EngineSettings
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.hardware.gpus import count_gpus
@@ -27,12 +25,10 @@ from toolkit.models.attention import (
 from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.models.lora import ALL_LINEAR, check_adapted_modules, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, is_low_rank, optimizer_spec
-from toolkit.models.shape import Layer, ModelShape, Tensor
-from toolkit.models.split import WORDS, part_of_rank, read_split
+from toolkit.models.shape import ModelShape
+from toolkit.models.split import WORDS, read_split
 from toolkit.models.vision_tower import check_image_tokens
-from toolkit.parallel.layout import DEGREES, ParallelLayout
-from toolkit.parallel.pipeline_schedule import GPIPE, PipelineSettings, divide_layers
-from toolkit.plan.engine_settings import engine_settings
+from toolkit.parallel.layout import DEGREES
 from toolkit.plan.methods import SFT, SUPERVISED, Method, check_method
 from toolkit.plan.programs import OURS, PROGRAMS, TOOLKIT, Numerics, check_numerics, numerics_of
 from toolkit.presets.compatibility import ModelLimits
@@ -328,142 +324,6 @@ class PlannedJob(Job):
         if block := self.numerics.oft_block_size:
             return f"{name}{base.replace('LoRA', 'OFT')} in blocks of {block}"
         return f"{name}{base} r={self.lora_r}"
-
-
-# -- the stages of a pipeline: the one with the head has its logits, the first one the most micro-batches in flight
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageLoad:
-    """What one rank of a pipeline holds beside model states, in micro-batches of all its layers."""
-
-    micro_batches_in_flight: float
-    buffered_activations: int = 0
-    """Buffers for activations and gradients from other ranks, each of one micro-batch: torch allocates all at once."""
-    logits_in_flight: int = 0
-    """Micro-batches whose log-probabilities wait for their backward, beside the one that computes."""
-
-    @classmethod
-    def of(cls, settings: PipelineSettings, rank: int, *, micro_batches: int) -> StageLoad:
-        """Return that of one rank under a schedule."""
-        is_first, is_last = rank == 0, rank == settings.ranks - 1
-        return cls(
-            micro_batches_in_flight=settings.in_flight(rank, micro_batches) / settings.chunks,
-            buffered_activations=(2 * settings.chunks - is_first - is_last) * micro_batches,
-            logits_in_flight=micro_batches - 1 if is_last and settings.schedule == GPIPE else 0,
-        )
-
-
-def stage_shape(shape: ModelShape, settings: PipelineSettings, rank: int) -> ModelShape:
-    """Return the part of a model that one rank of a pipeline holds."""
-    return model_part(shape, settings.stages, tuple(settings.stages_of(rank)))
-
-
-@lru_cache(maxsize=1024)
-def model_part(shape: ModelShape, stages: int, own: tuple[int, ...]) -> ModelShape:
-    """Return what some of the stages into which a model is divided hold of it.
-
-    The first has the embedding, the last the final norm and the head; a tied head is a tensor of its own there.
-    """
-    ranges = divide_layers(shape.num_layers, stages)
-    layers = tuple(chain.from_iterable(shape.layers[ranges[stage].start : ranges[stage].stop] for stage in own))
-    embeddings = tuple(tensor for tensor in shape.outer if tensor.is_embedding)
-    head = tuple(tensor for tensor in shape.outer if not tensor.is_embedding)
-    if shape.tied_embeddings and stages > 1:
-        head += (Tensor(name="lm_head.weight", shape=embeddings[0].shape),)
-    is_last = stages - 1 in own
-    outer: Layer = (*(embeddings if 0 in own else ()), *(head if is_last else ()))
-    return replace(
-        shape,
-        layers=layers,
-        num_layers=len(layers),
-        outer=outer,
-        tied_embeddings=shape.tied_embeddings and stages == 1,
-        vocab_size=shape.vocab_size if is_last else 0,
-        num_sliding_layers=round(shape.num_sliding_layers * len(layers) / shape.num_layers),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSetup:
-    """One job on one model under one preset at one world size: everything that decides communication and step time."""
-
-    shape: ModelShape
-    preset: PresetSpec
-    world_size: int
-    job: PlannedJob = PlannedJob()
-    mixed_precision: str | None = None  # None: the preset's own; `no` for a run on a CPU
-
-    @cached_property
-    def engine(self) -> EngineSettings:
-        """The preset's engine at this world size, buckets and thresholds in elements."""
-        numerics = self.job.numerics
-        return engine_settings(
-            self.preset,
-            world_size=self.world_size,
-            hidden_size=self.shape.hidden_size,
-            mixed_precision=self.precision,
-            layout=self.layout,
-            pure_bf16=numerics.pure_bf16 and not (numerics.fsdp2_masters and self.preset.traits.gathers_layers),
-            library_buckets=numerics.library_buckets,
-        )
-
-    @property
-    def precision(self) -> str | None:
-        """The compute dtype, where it is not the preset's own."""
-        fp16 = self.job.numerics.fp16 and self.preset.mixed_precision != "no"
-        return self.mixed_precision or ("fp16" if fp16 else None)
-
-    @property
-    def layout(self) -> ParallelLayout | None:
-        """How the ranks are divided; None for data parallelism alone."""
-        return self.preset.layout(self.world_size, self.job.degrees)
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Accumulation steps per optimizer step."""
-        return self.job.gradient_accumulation_steps
-
-    @property
-    def forwards(self) -> int:
-        """Forward passes through the layers in an optimizer step: activation checkpointing repeats them."""
-        return self.accumulation_steps * (2 if self.job.activation_checkpointing else 1)
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a micro-batch that one rank holds: a part of each where ranks share sequences."""
-        return -(-self.job.tokens_per_forward // self.engine.ranks_per_sequence)
-
-    @cached_property
-    def part(self) -> ModelShape:
-        """The model as far as one rank computes it, before anything shards it; in a pipeline, the last one."""
-        settings = self.job.pipeline
-        if settings is not None and self.preset.engine == "pipeline":
-            return stage_shape(self.shape, settings, settings.ranks - 1)
-        return part_of_rank(self.shape, self.layout)
-
-    @property
-    def largest_stage(self) -> int:
-        """Parameters of the rank of a pipeline that holds most."""
-        settings = self.job.pipeline
-        assert settings is not None, "a pipeline is planned with its number of stages"
-        return max(stage_shape(self.shape, settings, rank).num_params for rank in range(settings.ranks))
-
-    @property
-    def zero_block(self) -> dict[str, Any]:
-        """The `zero_optimization` block of the preset's DeepSpeed file; empty for other engines."""
-        return self.preset.zero_block
-
-    @cached_property
-    def weights(self) -> JobWeights:
-        """The tensors of that part, trained and frozen."""
-        return self.job.weights(self.part, element_bytes=self.engine.element_bytes)
-
-    @property
-    def trained(self) -> tuple[Layer, ...]:
-        """Groups of tensors that have gradients."""
-        weights = self.weights
-        return weights.adapter_units or (*weights.units[:-1], weights.trained_outer)
 
 
 def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:

@@ -17,7 +17,8 @@ from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
 from toolkit.plan.interconnect import Estimate, Interconnect
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup, stage_shape
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
 # compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025); the highest of these for GPUs without an entry. The

@@ -19,7 +19,6 @@ from toolkit.parallel.layout import DIMENSIONS
 from toolkit.plan.communication import communication_bytes, step_collectives
 from toolkit.plan.interconnect import Estimate, Interconnect, Range
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import TrainingSetup
 from toolkit.plan.step_parts import (
     CALIBRATION,
     Calibration,
@@ -32,6 +31,7 @@ from toolkit.plan.step_parts import (
     optimizer_seconds,
     weight_passes_seconds,
 )
+from toolkit.plan.training_setup import TrainingSetup
 
 ALIKE_DIGITS = 9  # of an exponential: C libraries differ in the last bit, and a plan is the same everywhere
 # Communication that nothing hides: kernels of collectives take cores and bandwidth from the computation, and the first

@@ -79,7 +79,6 @@ def world_size(case: Case, preset: PresetSpec) -> Answers:
 
 
 def _world_size_message(case: Case, why: str, instead: int) -> tuple[str, str]:
-    """The sentence and the hint of a world size that is refused."""
     assert case.preset is not None
     given, hint = f"--num-processes is {case.world_size}", f"`--num-processes {instead}`"
     if case.purpose == "script":

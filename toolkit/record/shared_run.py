@@ -93,7 +93,9 @@ class SharedRun(BaseModel):
         assert figures is not None
         versions = run.versions or {}
         model, data, plan = spec.get("model") or {}, spec.get("data") or {}, _plan(folder)
-        seconds, world_size = _timed_seconds(folder, model.get("untimed_steps") or 0), run.world_size or 1
+        steps = [[row.seconds for row in rows if row.seconds] for rows in read_steps(folder)]
+        seconds = [max(ranks) for ranks in steps[model.get("untimed_steps") or 0 :] if ranks]
+        world_size = run.world_size or 1
         speed, name = figures.tokens_per_second, str(model.get("model_name_or_path"))
         fields = {
             "model": name if name in known_models() else None,
@@ -180,11 +182,6 @@ def median_interval(seconds: list[float]) -> tuple[float, float] | None:
         rank += 1
     ordered = sorted(seconds)
     return None if rank < 0 else (ordered[rank], ordered[count - 1 - rank])
-
-
-def _timed_seconds(folder: RunFolder, untimed: int) -> list[float]:
-    steps = [[row.seconds for row in rows if row.seconds] for rows in read_steps(folder)]
-    return [max(each) for each in steps[untimed:] if each]
 
 
 def _gpu(run: RecordedRun, rank: RankReading) -> str:

@@ -30,9 +30,8 @@ from toolkit.launch.process import RunResult, record_result, run_command
 from toolkit.models.read_model import config_path
 from toolkit.observe.script_file import check_script, check_script_preset
 from toolkit.presets.compatibility import Purpose
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import check_supported
+from toolkit.presets.support import check_arguments, check_supported
 from toolkit.record import status
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, read_json, start_facts

@@ -1,7 +1,7 @@
 """Times and memory of a model's pipeline stages, from the planner: each stage is planned like a small model of its own.
 
 Layers are divided as those of the preset `pipeline_1f1b`, and other micro-batches wait in the same memory plan
-(`toolkit.plan.planned_job`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
+(`toolkit.plan.training_setup`). Model states are those of `zero1`, where the preset has those of `ddp`: bf16 weights
 and gradients, and fp32 master weights and Adam's states sharded over the data parallel ranks (Megatron's distributed
 optimizer).
 
@@ -28,14 +28,14 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.plan import candidates, planned_job
 from toolkit.plan.candidates import Candidate, NothingFits, RecommendRequest
 from toolkit.plan.communication import split_collectives
-from toolkit.plan.engine_settings import engine_settings
 from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.plan.memory import FITS, fit_verdict, plan_engine_memory
 from toolkit.plan.methods import SFT
-from toolkit.plan.planned_job import PlannedJob, StageLoad, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.recommended_commands import broken, train_command
 from toolkit.plan.step_parts import compute_seconds
 from toolkit.plan.step_time import SPREAD
+from toolkit.plan.training_setup import StageLoad, TrainingSetup, engine_settings, model_part
 from toolkit.presets.preset import load_preset
 from toolkit.presets.support import check_supported
 from toolkit.simulate.options import PipelineOptions
@@ -106,7 +106,7 @@ class StagedModel:
 
     def part(self, size: PipelineSize, *chunks: int) -> ModelShape:
         """Return the model with the layers of some chunks only."""
-        return self.job.method.model(planned_job.model_part(self.shape, size.num_chunks, chunks))
+        return self.job.method.model(model_part(self.shape, size.num_chunks, chunks))
 
     def chunk_times(self, size: PipelineSize, end: int | None = None) -> list[ChunkTimes]:
         """Return the times of each chunk: at the fast end (0) or the slow one (1) of the plan, or their mean."""

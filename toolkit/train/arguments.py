@@ -40,8 +40,8 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.parallel.pipeline_schedule import PipelineSettings
 from toolkit.presets import training_arguments
 from toolkit.presets.preset import load_preset, read_preset
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec, default_accumulate
+from toolkit.presets.support import check_arguments
 from toolkit.record.folder import PREPARED_VARIABLE, WORLD_SIZE_VARIABLE
 from toolkit.train.model.loading import choose_attention
 

@@ -31,13 +31,12 @@ from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
 from toolkit.plan.memory import DOES_NOT_FIT, FITS
-from toolkit.plan.model_states import all_ranks_bytes
 from toolkit.plan.planned_job import PlannedJob, check_planned_job, node_memory
+from toolkit.plan.training_setup import all_ranks_bytes
 from toolkit.presets.compatibility import CPU, Device
 from toolkit.presets.preset import list_presets, load_preset
-from toolkit.presets.preset_checks import check_arguments
 from toolkit.presets.spec import PresetSpec
-from toolkit.presets.support import check_supported
+from toolkit.presets.support import check_arguments, check_supported
 from toolkit.tune.options import PARTS, TuneOptions
 from toolkit.units import gib, seconds
 

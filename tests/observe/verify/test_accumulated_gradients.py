@@ -11,8 +11,8 @@ from launching import ROOT, accelerate_launch, losses, read
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.plan.engine_buffers import engine_buffers
-from toolkit.plan.model_states import model_states
-from toolkit.plan.planned_job import PlannedJob, TrainingSetup
+from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.training_setup import TrainingSetup, model_states
 from toolkit.presets import load_preset
 
 FSDP2 = ROOT / "accelerate_configs" / "fsdp2.yaml"

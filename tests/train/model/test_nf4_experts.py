@@ -14,8 +14,7 @@ from model_configs import EXPERTS, WIDE
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
-from toolkit.plan.engine_settings import engine_settings
-from toolkit.plan.model_states import model_states
+from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.versions import is_importable
 

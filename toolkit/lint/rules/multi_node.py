@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from toolkit.convert.job_script import DIRECTIVE_NAMES, JobScript, LauncherCall
+from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
@@ -230,7 +230,8 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
             value = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" if doc.kind == SBATCH else "$SKYPILOT_TASK_ID"
             fix = f'`--rdzv-id "{value}"`'
             message = f"the id is {named or 'none'} in every attempt and every job"
-            level = None if _requeues(doc.script) or doc.kind == SKYPILOT else NOTE
+            requeues = "requeue" in doc.script.directives or doc.script.mentions(r"\bscontrol\s+requeue\b")
+            level = None if requeues or doc.kind == SKYPILOT else NOTE
             yield Match("--rdzv-id", message, fix, line=call.line, level=level)
 
 
@@ -337,10 +338,6 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
         is_sourced = doc.script.mentions(r"^\s*(?:source|\.)\s")  # where a trap may be
         message = f"{value} never reaches the ranks" + (", unless a sourced file has a trap" if is_sourced else "")
         yield Match("--signal", message, fix, line=line, level=NOTE if is_sourced else None)
-
-
-def _requeues(script: JobScript) -> bool:
-    return "requeue" in script.directives or script.mentions(r"\bscontrol\s+requeue\b")
 
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
