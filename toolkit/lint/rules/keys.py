@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ SIMILARITY = 0.75
 # Arguments with a closed set of words; every version has the first three, and every program those of schedules.
 CLOSED_ARGUMENTS = (
     *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
-    "train_sampling_strategy",
+    *("train_sampling_strategy", "log_level", "log_level_replica"),
 )
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
@@ -50,22 +51,13 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
+KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
-# Fields of accelerate's FSDP plugin, and the keys of a file that set them.
-PLUGIN_FIELDS = {
-    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_cpu_offload": "fsdp_offload_params",
-}
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
-# DeepSpeed's keys in accelerate's block, whose effect something else has.
-HAD_ELSEWHERE = {
-    **dict.fromkeys(
-        ("activation_checkpointing", "gradient_checkpointing"),
-        "remove it; the training argument `gradient_checkpointing` recomputes activations",
-    ),
-    **{name: f"remove it: `mixed_precision: {name}` decides" for name in ("bf16", "fp16")},
-}
+OFFLOADED = ("offload_optimizer", "offload_param")
+# accelerate asks whether the first are true, and text is; it compares and passes on the others as numbers.
+TRUE_AS_TEXT, NO_TEXT = ("use_cpu", "debug", "same_network"), ("num_machines", "main_process_port")
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -78,31 +70,73 @@ FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
-    """Suggest the block of a key, or the nearest known key; the edit renames to it, unless that key is present."""
+    """Offer what a key may stand for, its block, or the nearest known keys. The edit writes only a key that is certain:
+    the same words but for letters, or a known former name."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
     is_own = doc.kind == TRAINER or (doc.kind == DEEPSPEED and not block)
     if is_own and doc.call is None and doc.is_read(name):  # a script's own file, which passes on a part of it
         return Match(key, f"`{shorten(name)}` {what}; your script may read it", "remove it, unless it does", level=NOTE)
-    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
-    stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
-    close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
-    close = PLUGIN_FIELDS.get(name, close) if doc.kind != DEEPSPEED else close
-    kind = known.get(close) if is_own and doc.kind == DEEPSPEED else None
-    if kind is not None and _has_wrong_type(kind, doc.get(key), block=block, is_deepspeed=True):
-        close = None  # prose, or a switch in the place of a block
-    is_free = close is not None and not doc.has(new := f"{prefix}{close}")
-    fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
-    fix = f"`{close}`" if is_free else "remove it"
-    blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
-    homes = [] if block else [each for each, keys in blocks.items() if name in keys]
-    if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
-        fix, fits = f"move it into `{homes[0]}`", False
-    elif block == "deepspeed_config" and name in HAD_ELSEWHERE:
-        fix, fits = HAD_ELSEWHERE[name], False
-    elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
+    place = f"{doc.kind} {block}".rstrip()
+    former = removed.RENAMED_KEYS.get(place, {}).get(name)
+    former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
+    meant = removed.MEANT_KEYS.get(place, {}).get(name)
+    close = [former or meant] if former or (meant or "").isidentifier() else _likely_keys(name, known)
+    if is_own and doc.kind == DEEPSPEED:  # not for prose, or a switch in the place of a block
+        kinds = {each: known[each] for each in close}
+        close = [
+            each for each in kinds if not _has_wrong_type(kinds[each], doc.get(key), block=block, is_deepspeed=True)
+        ]
+    free = [each for each in close if not doc.has(f"{prefix}{each}")]
+    new = f"{prefix}{free[0]}" if free else ""
+    fits = len(free) == 1 and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
+    is_certain = len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
+    fix = " or ".join(f"`{each}`" for each in free) or "remove it"
+    fix += ", if you mean that; or remove it" if free and not is_certain and meant is None else ""
+    homes = [each for each in _homes(doc, block, name) if not doc.has(f"{each}.{name}".lstrip("."))]
+    if homes:
+        into = " or ".join(f"into `{each}`" if each else "to the top level" for each in homes)
+        fix, fits = f"move it {into}", False
+    elif meant is not None and not meant.isidentifier():
+        fix, fits = meant, False
+    elif not free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
-    return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=free[0] if fits and is_certain else None)
+
+
+def _homes(doc: Document, block: str, name: str) -> list[str]:
+    """Return the blocks that have a key, around the one that it is in and inside of it; none for more than two."""
+    blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
+    near = [each for each in blocks if not block or (doc.kind == DEEPSPEED and f"{each}.".startswith(f"{block}."))]
+    near += [
+        each for each in blocks if doc.kind == DEEPSPEED and block and (not each or f"{block}.".startswith(f"{each}."))
+    ]
+    homes = [each for each in dict.fromkeys(near) if each != block and name in blocks[each]]
+    return homes if len(homes) <= 2 and doc.kind != TRAINER else []
+
+
+def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY) -> list[str]:
+    """Return the known keys that a name may stand for: two for `adam_beta`, those with its words for `size`."""
+    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
+    stem = name.removesuffix("_config")
+    close = difflib.get_close_matches(stem, list(stems), n=3, cutoff=cutoff) if len(name) <= 100 else []
+    if not close or not is_alike(stem, close[0]):
+        return []
+    longer = [each for each in stems if set(stem.split("_")) < set(each.split("_"))]
+    if close[0] in longer and not close[0].startswith(f"{stem}_"):
+        return [stems[each] for each in longer] if len(longer) <= 3 else []
+    alike = {each: difflib.SequenceMatcher(None, each, stem).ratio() for each in close}
+    return sorted(stems[each] for each in close if alike[each] == alike[close[0]])
+
+
+def _is_misspelt(name: str, other: str) -> bool:
+    """Return True where two keys have the same words but for letters, and the same digits."""
+    words, others = name.split("_"), other.split("_")
+    same = len(words) == len(others) and all(
+        nearest(word, [each], cutoff=SIMILARITY) for word, each in zip(words, others, strict=True)
+    )
+    is_same = same or name.replace("_", "") == other.replace("_", "")
+    return is_same and re.sub(r"\D", "", name) == re.sub(r"\D", "", other)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -168,16 +202,37 @@ def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="a value of the type that it names", for_every_program=True)
 def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
+    # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
+    is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
+    keeps = doc.program == "llama-factory" or KEEPS_TEXT.search(doc.reader_source)
     for name, field in trainer_schema().fields.items():
-        reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
+        kind = field.type.removesuffix(" | None")
+        reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
         value = doc.get(name)
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
-        if value is not None and reads(value) is None and not is_template(value) and not is_unsloths:
-            yield Match(name, f"{shorten(value)}, expected {expected}", expected, level=OF_OTHERS.get(doc.program))
+        is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
+        is_exponent = not doc.is_json and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", str(value))  # of another rule
+        if value is None or is_template(value) or is_unsloths:
+            continue
+        if reads(value) is None:
+            fix = "`null`" if kind != field.type and value == "None" else expected
+            is_on = " is text here, which counts as true" if is_text and kind == "bool" else ""
+            yield Match(
+                name, f"{shorten(value)}{is_on or f', expected {expected}'}", fix, level=OF_OTHERS.get(doc.program)
+            )
+        elif is_text and not is_exponent and reads(value) is not True and not _is_converted(doc, name):
+            effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
+            message = f"{value} is text here, which {effect}"
+            yield Match(name, message, f"`{value.lower()}`, without quotes", level=WARNING if keeps else NOTE)
+
+
+def _is_converted(doc: Document, name: str) -> bool:
+    return re.search(rf"(?:int|float|bool)\(.*[\"']{name}[\"']", doc.reader_source) is not None
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
+    engine = doc.get("distributed_type")
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             is_fsdp = block == "fsdp_config"
@@ -185,13 +240,20 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
-            if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
+            is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
+            if is_kept and key in TRUE_AS_TEXT and as_bool(value) is False:
+                yield Match(key, f"{value} is text here, which counts as true", "`false`, without quotes", value=False)
+            elif is_kept and key in NO_TEXT and as_int(value) is not None and engine not in ("NO", False):
+                yield Match(key, f"{value} is text here, and accelerate counts with it", f"`{value}`, without quotes")
+            elif _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
                 of_auto = NOTE if block and kind is not STAGE else WARNING
                 level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
                 since = READ_SINCE.get(name)
                 message = f"{shorten(value)}, expected {kind.expected}"
+                if kind is STAGE and isinstance(value, str) and value.isdigit():
+                    message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
                 yield Match(key, message, _as_expected(key, value, kind.expected), level=level, since=since)
 
 
@@ -199,6 +261,10 @@ def _as_expected(key: str, value: Any, expected: str) -> str:
     """Return the value as the key takes it, where it is plain what is meant."""
     if expected.startswith("text") and type(value) is int:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
+    if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
+        return f'`{key.rpartition(".")[2]}: "{",".join(map(shorten, value))}"`'
+    if key.rpartition(".")[2] in OFFLOADED and value in ("cpu", "nvme"):
+        return f'`{{"device": "{value}"}}`'
     if key == "deepspeed_config" and str(value).endswith(".json"):
         return f"`deepspeed_config: {{deepspeed_config_file: {shorten(value)}}}`"
     return expected
@@ -234,7 +300,8 @@ def _other_words(doc: Document) -> Iterator[Match]:
             continue
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, words = doc.get(place), [str(each) for each in table["words"]]
-        fold = str.upper if table["fold"] == "upper" else str
+        is_folded = table["fold"] == "upper" and not (table.get("option") == "exact" and doc.call is not None)
+        fold = str.upper if is_folded else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
@@ -251,7 +318,11 @@ def _other_words(doc: Document) -> Iterator[Match]:
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
         if isinstance(name, str) and name not in known and not name.startswith("["):
-            yield from _not_a_word("report_to", name, known, "it raises")
+            several = re.split(r"\s*,\s*", name)
+            fix = f"`[{', '.join(several)}]`" if len(several) > 1 and set(several) <= set(known) else None
+            yield from (
+                replace(each, fix=fix or each.fix) for each in _not_a_word("report_to", name, known, "it raises")
+            )
 
 
 def _is_in_effect(doc: Document, block: str, name: str) -> bool:
@@ -265,9 +336,12 @@ def _is_in_effect(doc: Document, block: str, name: str) -> bool:
 
 def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> Iterator[Match]:
     if not is_template(value):
-        close = nearest(str(value)[:100].upper(), {word.upper(): word for word in words}, cutoff=0.6)
+        parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", str(value)[:100])
+        has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
+        close = nearest(str(value)[:100].upper(), {word.upper(): word for word in has_all or words}, cutoff=0.6)
         off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
         close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
+        close = '"no"' if close == "no" else close  # YAML takes it for false without
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
         yield Match(
             key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close}`" if close else "one of these"
@@ -279,11 +353,11 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
     for block, known in DEEPSPEED_BLOCKS.items():
-        names = [*known, *(removed.ZERO_DEPRECATED if block == "zero_optimization" else ())]
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
-            if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
-                found = _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+            others = (*removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED)  # of other rules
+            if name not in (*known, *others) and f"stage3_{name}" not in known:
+                found = _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
                 yield replace(found, since="0.17.1" if block in ("bf16", "fp16") else None)
 
 
@@ -391,11 +465,12 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     for name in () if schema_of(doc) is not None else doc.data:
         if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
             continue
-        close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        if close and not (doc.has(close) or doc.is_declared(name) or doc.is_read(name)):
+        free = [each for each in _likely_keys(name, fields, cutoff=TRAINER_SIMILARITY) if not doc.has(each)]
+        if free and not (doc.is_declared(name) or doc.is_read(name)):
             level = None if doc.program in OUR_PROGRAMS else NOTE
-            message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
-            yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)
+            close = " or ".join(f"`{each}`" for each in free)
+            message = f"`{name}` is not a field of TrainingArguments"
+            yield Match(name, message, f"{close}, unless the script has a `{name}` itself", level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
@@ -408,6 +483,8 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")
 def duplicate_key(doc: Document) -> Iterator[Match]:
-    """A key appears twice in one block: the last one silently wins."""
+    """A key appears twice in one block: the last one silently wins. DeepSpeed refuses a JSON that it opens itself."""
+    refusal = ", and DeepSpeed refuses the file where it opens it itself" if doc.kind == DEEPSPEED else ""
     for duplicate in doc.repeated[:20]:
-        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins", "remove one")
+        message = f"`{shorten(duplicate.key)}` appears twice; the last wins{refusal}"
+        yield Match(duplicate.key, message, "remove one")
