@@ -51,13 +51,15 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
+CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
+EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
-OFFLOADED = ("offload_optimizer", "offload_param")
 # accelerate asks whether the first are true, and text is; it compares and passes on the others as numbers.
 TRUE_AS_TEXT, NO_TEXT = ("use_cpu", "debug", "same_network"), ("num_machines", "main_process_port")
+MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -77,20 +79,11 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     is_own = doc.kind == TRAINER or (doc.kind == DEEPSPEED and not block)
     if is_own and doc.call is None and doc.is_read(name):  # a script's own file, which passes on a part of it
         return Match(key, f"`{shorten(name)}` {what}; your script may read it", "remove it, unless it does", level=NOTE)
-    place = f"{doc.kind} {block}".rstrip()
-    former = removed.RENAMED_KEYS.get(place, {}).get(name)
-    former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
-    meant = removed.MEANT_KEYS.get(place, {}).get(name)
-    close = [former or meant] if former or (meant or "").isidentifier() else _likely_keys(name, known)
-    if is_own and doc.kind == DEEPSPEED:  # not for prose, or a switch in the place of a block
-        kinds = {each: known[each] for each in close}
-        close = [
-            each for each in kinds if not _has_wrong_type(kinds[each], doc.get(key), block=block, is_deepspeed=True)
-        ]
+    meant = removed.MEANT_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
+    close, is_certain = _keys_for(doc, block, name, known, meant)
     free = [each for each in close if not doc.has(f"{prefix}{each}")]
     new = f"{prefix}{free[0]}" if free else ""
-    fits = len(free) == 1 and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
-    is_certain = len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
+    fits = len(close) == 1 and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
     fix += ", if you mean that; or remove it" if free and not is_certain and meant is None else ""
     homes = [each for each in _homes(doc, block, name) if not doc.has(f"{each}.{name}".lstrip("."))]
@@ -101,18 +94,30 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
         fix, fits = meant, False
     elif not free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
-    return Match(key, f"`{shorten(name)}` {what}", fix, rename=free[0] if fits and is_certain else None)
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=free[0] if free and fits and is_certain else None)
+
+
+def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | None) -> tuple[list[str], bool]:
+    """Return the keys of a block that a name may stand for, and True where it is one for certain: under its former
+    name, without its prefix, or misspelt."""
+    former = removed.RENAMED_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
+    former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
+    told = former or (meant if meant and meant.isidentifier() else None)
+    close = [told] if told else _likely_keys(name, known)
+    if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
+        value = doc.get(name)
+        close = [each for each in close if not _has_wrong_type(known[each], value, block="", is_deepspeed=True)]
+    return close, len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
 
 
 def _homes(doc: Document, block: str, name: str) -> list[str]:
     """Return the blocks that have a key, around the one that it is in and inside of it; none for more than two."""
+    if doc.kind == TRAINER or (block and doc.kind == ACCELERATE):
+        return []
     blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
-    near = [each for each in blocks if not block or (doc.kind == DEEPSPEED and f"{each}.".startswith(f"{block}."))]
-    near += [
-        each for each in blocks if doc.kind == DEEPSPEED and block and (not each or f"{block}.".startswith(f"{each}."))
-    ]
-    homes = [each for each in dict.fromkeys(near) if each != block and name in blocks[each]]
-    return homes if len(homes) <= 2 and doc.kind != TRAINER else []
+    near = [each for each in blocks if "" in (each, block) or f"{each}.".startswith(f"{block}.") or each in block]
+    homes = [each for each in near if each != block and name in blocks[each]]
+    return homes if len(homes) <= 2 else []
 
 
 def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY) -> list[str]:
@@ -131,11 +136,9 @@ def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY)
 
 def _is_misspelt(name: str, other: str) -> bool:
     """Return True where two keys have the same words but for letters, and the same digits."""
-    words, others = name.split("_"), other.split("_")
-    same = len(words) == len(others) and all(
-        nearest(word, [each], cutoff=SIMILARITY) for word, each in zip(words, others, strict=True)
-    )
-    is_same = same or name.replace("_", "") == other.replace("_", "")
+    pairs = zip(name.split("_"), other.split("_"), strict=False)
+    is_same = name.count("_") == other.count("_") and all(nearest(a, [b], cutoff=SIMILARITY) for a, b in pairs)
+    is_same = is_same or name.replace("_", "") == other.replace("_", "")
     return is_same and re.sub(r"\D", "", name) == re.sub(r"\D", "", other)
 
 
@@ -156,12 +159,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
     for block, known in ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            in_yaml = launcher_tables()["yaml_names"].get(name) if block == "deepspeed_config" else None
-            if in_yaml is not None:
-                key, is_free = f"{block}.{name}", not doc.has(f"{block}.{in_yaml}") and not doc.block(f"{block}.{name}")
-                message = f"`{name}` is DeepSpeed's name: accelerate ignores it silently"
-                yield Match(key, message, f"`{in_yaml}`", rename=in_yaml if is_free else None)
-            elif name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
+            if name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
@@ -204,30 +202,28 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
-    keeps = doc.program == "llama-factory" or KEEPS_TEXT.search(doc.reader_source)
+    source = doc.reader_source
+    level = WARNING if doc.program == "llama-factory" or KEEPS_TEXT.search(source) else NOTE
     for name, field in trainer_schema().fields.items():
-        kind = field.type.removesuffix(" | None")
+        kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
-        value = doc.get(name)
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
-        is_exponent = not doc.is_json and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", str(value))  # of another rule
-        if value is None or is_template(value) or is_unsloths:
+        is_text &= not re.search(CONVERTS.format(name), source)
+        is_exponent = kind == "float" and not doc.is_json and EXPONENT.fullmatch(str(value))  # of another rule
+        effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
+        if value is None and doc.has(name) and is_kept and doc.program and field.type in ("int", "float"):
+            if name not in MAY_BE_NULL:
+                yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
+        elif value is None or is_template(value) or is_unsloths:
             continue
-        if reads(value) is None:
+        elif (found := reads(value)) is None:
+            says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
             fix = "`null`" if kind != field.type and value == "None" else expected
-            is_on = " is text here, which counts as true" if is_text and kind == "bool" else ""
-            yield Match(
-                name, f"{shorten(value)}{is_on or f', expected {expected}'}", fix, level=OF_OTHERS.get(doc.program)
-            )
-        elif is_text and not is_exponent and reads(value) is not True and not _is_converted(doc, name):
-            effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
-            message = f"{value} is text here, which {effect}"
-            yield Match(name, message, f"`{value.lower()}`, without quotes", level=WARNING if keeps else NOTE)
-
-
-def _is_converted(doc: Document, name: str) -> bool:
-    return re.search(rf"(?:int|float|bool)\(.*[\"']{name}[\"']", doc.reader_source) is not None
+            yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
+        elif is_text and not is_exponent and found is not True:
+            fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
+            yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
@@ -244,17 +240,20 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if is_kept and key in TRUE_AS_TEXT and as_bool(value) is False:
                 yield Match(key, f"{value} is text here, which counts as true", "`false`, without quotes", value=False)
             elif is_kept and key in NO_TEXT and as_int(value) is not None and engine not in ("NO", False):
-                yield Match(key, f"{value} is text here, and accelerate counts with it", f"`{value}`, without quotes")
+                yield Match(
+                    key, f"{value} is text here: accelerate takes a number, and raises", f"`{value}`, without quotes"
+                )
             elif _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
                 of_auto = NOTE if block and kind is not STAGE else WARNING
                 level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
-                since = READ_SINCE.get(name)
                 message = f"{shorten(value)}, expected {kind.expected}"
                 if kind is STAGE and isinstance(value, str) and value.isdigit():
                     message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
-                yield Match(key, message, _as_expected(key, value, kind.expected), level=level, since=since)
+                yield Match(
+                    key, message, _as_expected(key, value, kind.expected), level=level, since=READ_SINCE.get(name)
+                )
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
@@ -263,7 +262,7 @@ def _as_expected(key: str, value: Any, expected: str) -> str:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
     if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
         return f'`{key.rpartition(".")[2]}: "{",".join(map(shorten, value))}"`'
-    if key.rpartition(".")[2] in OFFLOADED and value in ("cpu", "nvme"):
+    if key.rpartition(".")[2].startswith("offload_") and value in ("cpu", "nvme"):
         return f'`{{"device": "{value}"}}`'
     if key == "deepspeed_config" and str(value).endswith(".json"):
         return f"`deepspeed_config: {{deepspeed_config_file: {shorten(value)}}}`"
