@@ -19,6 +19,7 @@ from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
+    engine_of,
     fsdp_key,
     fsdp_setting,
     is_template,
@@ -64,16 +65,11 @@ MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
-FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "int": (as_int, "a whole number"),
-    "float": (as_float, "a number"),
-    "bool": (as_bool, "true or false"),
-}
+FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
-    """Offer what a key may stand for, its block, or the nearest known keys. The edit writes only a key that is certain:
-    the same words but for letters, or a known former name."""
+    """Offer the block of a key, or what it may stand for; the edit writes only a key that is certain."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
     is_own = doc.kind == TRAINER or (doc.kind == DEEPSPEED and not block)
@@ -82,28 +78,27 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     meant = removed.MEANT_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
     close, is_certain = _keys_for(doc, block, name, known, meant)
     free = [each for each in close if not doc.has(f"{prefix}{each}")]
-    new = f"{prefix}{free[0]}" if free else ""
-    fits = len(close) == 1 and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
+    is_block = bool(free) and f"{prefix}{free[0]}" in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}
+    rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
     fix += ", if you mean that; or remove it" if free and not is_certain and meant is None else ""
     homes = [each for each in _homes(doc, block, name) if not doc.has(f"{each}.{name}".lstrip("."))]
     if homes:
         into = " or ".join(f"into `{each}`" if each else "to the top level" for each in homes)
-        fix, fits = f"move it {into}", False
+        fix, rename = f"move it {into}", None
     elif meant is not None and not meant.isidentifier():
-        fix, fits = meant, False
+        fix = meant
     elif not free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
-    return Match(key, f"`{shorten(name)}` {what}", fix, rename=free[0] if free and fits and is_certain else None)
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
 
 
 def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | None) -> tuple[list[str], bool]:
-    """Return the keys of a block that a name may stand for, and True where it is one for certain: under its former
-    name, without its prefix, or misspelt."""
+    """Return the keys that a name may stand for, and whether that is certain: a former name, no prefix, misspelt."""
     former = removed.RENAMED_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
     former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
-    told = former or (meant if meant and meant.isidentifier() else None)
-    close = [told] if told else _likely_keys(name, known)
+    told = former or meant
+    close = [each for each in [told] if each.isidentifier()] if told else _likely_keys(name, known)
     if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
         value = doc.get(name)
         close = [each for each in close if not _has_wrong_type(known[each], value, block="", is_deepspeed=True)]
@@ -129,9 +124,9 @@ def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY)
         return []
     longer = [each for each in stems if set(stem.split("_")) < set(each.split("_"))]
     if close[0] in longer and not close[0].startswith(f"{stem}_"):
-        return [stems[each] for each in longer] if len(longer) <= 3 else []
-    alike = {each: difflib.SequenceMatcher(None, each, stem).ratio() for each in close}
-    return sorted(stems[each] for each in close if alike[each] == alike[close[0]])
+        return sorted(stems[each] for each in longer) if len(longer) <= 3 else []
+    alike = [difflib.SequenceMatcher(None, each, stem).ratio() for each in close]
+    return sorted(stems[each] for each, ratio in zip(close, alike, strict=True) if ratio == alike[0])
 
 
 def _is_misspelt(name: str, other: str) -> bool:
@@ -212,12 +207,12 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         is_text &= not re.search(CONVERTS.format(name), source)
         is_exponent = kind == "float" and not doc.is_json and EXPONENT.fullmatch(str(value))  # of another rule
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
-        if value is None and doc.has(name) and is_kept and doc.program and field.type in ("int", "float"):
-            if name not in MAY_BE_NULL:
-                yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
-        elif value is None or is_template(value) or is_unsloths:
+        is_counted = field.type in ("int", "float") and name not in MAY_BE_NULL
+        if value is None and doc.has(name) and is_counted and is_kept and doc.program:
+            yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
+        if value is None or is_template(value) or is_unsloths:
             continue
-        elif (found := reads(value)) is None:
+        if (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
             fix = "`null`" if kind != field.type and value == "None" else expected
             yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
@@ -228,7 +223,6 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
-    engine = doc.get("distributed_type")
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             is_fsdp = block == "fsdp_config"
@@ -239,7 +233,7 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
             if is_kept and key in TRUE_AS_TEXT and as_bool(value) is False:
                 yield Match(key, f"{value} is text here, which counts as true", "`false`, without quotes", value=False)
-            elif is_kept and key in NO_TEXT and as_int(value) is not None and engine not in ("NO", False):
+            elif is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
                 yield Match(
                     key, f"{value} is text here: accelerate takes a number, and raises", f"`{value}`, without quotes"
                 )
@@ -337,14 +331,15 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
     if not is_template(value):
         parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", str(value)[:100])
         has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
-        close = nearest(str(value)[:100].upper(), {word.upper(): word for word in has_all or words}, cutoff=0.6)
+        close = nearest(
+            str(value)[:100].upper(), {word.upper(): word for word in has_all or words}, cutoff=0.2 if has_all else 0.6
+        )
         off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
         close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
         close = '"no"' if close == "no" else close  # YAML takes it for false without
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-        yield Match(
-            key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close}`" if close else "one of these"
-        )
+        message = f"{shorten(value)} is not one of {listed}: {otherwise}"
+        yield Match(key, message, f"`{close}`" if close else "one of these")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
@@ -452,9 +447,8 @@ def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
     for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items() if doc.program in OUR_PROGRAMS else ():
         if doc.has(name) and instead in trainer_argument_names():
-            yield Match(
-                name, f"`{name}` is removed in transformers 6", f"`{instead}`, which older versions do not have"
-            )
+            message = f"`{name}` is removed in transformers 6"
+            yield Match(name, message, f"`{instead}`, which older versions do not have")
 
 
 @rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
@@ -467,9 +461,8 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
         free = [each for each in _likely_keys(name, fields, cutoff=TRAINER_SIMILARITY) if not doc.has(each)]
         if free and not (doc.is_declared(name) or doc.is_read(name)):
             level = None if doc.program in OUR_PROGRAMS else NOTE
-            close = " or ".join(f"`{each}`" for each in free)
-            message = f"`{name}` is not a field of TrainingArguments"
-            yield Match(name, message, f"{close}, unless the script has a `{name}` itself", level=level)
+            fix = " or ".join(f"`{each}`" for each in free) + f", unless the script has a `{name}` itself"
+            yield Match(name, f"`{name}` is not a field of TrainingArguments", fix, level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
@@ -485,5 +478,4 @@ def duplicate_key(doc: Document) -> Iterator[Match]:
     """A key appears twice in one block: the last one silently wins. DeepSpeed refuses a JSON that it opens itself."""
     refusal = ", and DeepSpeed refuses the file where it opens it itself" if doc.kind == DEEPSPEED else ""
     for duplicate in doc.repeated[:20]:
-        message = f"`{shorten(duplicate.key)}` appears twice; the last wins{refusal}"
-        yield Match(duplicate.key, message, "remove one")
+        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins{refusal}", "remove one")
