@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from toolkit.lint.rules.settings import (
 )
 from toolkit.presets import removed_keys as removed
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
-from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -53,14 +52,12 @@ PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
-EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
 # accelerate asks whether the first are true, and text is; it compares and passes on the others as numbers.
 TRUE_AS_TEXT, NO_TEXT = ("use_cpu", "debug", "same_network"), ("num_machines", "main_process_port")
-MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -129,12 +126,12 @@ def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY)
     return sorted(stems[each] for each, ratio in zip(close, alike, strict=True) if ratio == alike[0])
 
 
-def _is_misspelt(name: str, other: str) -> bool:
+def _is_misspelt(name: str, key: str) -> bool:
     """Return True where two keys have the same words but for letters, and the same digits."""
-    pairs = zip(name.split("_"), other.split("_"), strict=False)
-    is_same = name.count("_") == other.count("_") and all(nearest(a, [b], cutoff=SIMILARITY) for a, b in pairs)
-    is_same = is_same or name.replace("_", "") == other.replace("_", "")
-    return is_same and re.sub(r"\D", "", name) == re.sub(r"\D", "", other)
+    pairs = zip(name.split("_"), key.split("_"), strict=False)
+    is_same = name.count("_") == key.count("_") and all(nearest(a, [b], cutoff=SIMILARITY) for a, b in pairs)
+    has_same_digits = re.sub(r"\D", "", name) == re.sub(r"\D", "", key)
+    return has_same_digits and (is_same or name.replace("_", "") == key.replace("_", ""))
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -197,17 +194,23 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
-    source = doc.reader_source
-    level = WARNING if doc.program == "llama-factory" or KEEPS_TEXT.search(source) else NOTE
+    level = WARNING if doc.program == "llama-factory" or KEEPS_TEXT.search(doc.reader_source) else NOTE
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
-        is_text &= not re.search(CONVERTS.format(name), source)
-        is_exponent = kind == "float" and not doc.is_json and EXPONENT.fullmatch(str(value))  # of another rule
+        is_text &= not re.search(CONVERTS.format(name), doc.reader_source)
+        is_exponent = (
+            kind == "float" and not doc.is_json and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value))
+        )  # another rule's
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
-        is_counted = field.type in ("int", "float") and name not in MAY_BE_NULL
+        is_counted = field.type in ("int", "float") and name not in (
+            "eval_delay",
+            "save_steps",
+            "ddp_timeout",
+            "local_rank",
+        )
         if value is None and doc.has(name) and is_counted and is_kept and doc.program:
             yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
         if value is None or is_template(value) or is_unsloths:
@@ -225,8 +228,7 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
-            is_fsdp = block == "fsdp_config"
-            kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
+            kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
@@ -311,8 +313,7 @@ def _other_words(doc: Document) -> Iterator[Match]:
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
         if isinstance(name, str) and name not in known and not name.startswith("["):
-            several = re.split(r"\s*,\s*", name)
-            fix = f"`[{', '.join(several)}]`" if len(several) > 1 and set(several) <= set(known) else None
+            fix = f"`[{name}]`" if "," in name and {*re.split(r"\s*,\s*", name)} <= {*known} else None
             yield from (
                 replace(each, fix=fix or each.fix) for each in _not_a_word("report_to", name, known, "it raises")
             )
@@ -469,8 +470,8 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
 def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     """The Trainer silently drops an unknown key of `fsdp_config`: the default applies."""
     for name in doc.block("fsdp_config"):
-        if name.removeprefix("fsdp_") not in TRAINER_FSDP_KEYS:
-            yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
+        if name.removeprefix("fsdp_") not in removed.TRAINER_FSDP_KEYS:
+            yield _unknown(doc, "fsdp_config", name, removed.TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
 
 
 @rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")
