@@ -56,8 +56,8 @@ KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dic
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
-# accelerate asks whether the first are true, and text is; it compares and passes on the others as numbers.
-TRUE_AS_TEXT, NO_TEXT = ("use_cpu", "debug", "same_network"), ("num_machines", "main_process_port")
+NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
+MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
@@ -201,16 +201,10 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
         is_text &= not re.search(CONVERTS.format(name), doc.reader_source)
-        is_exponent = (
-            kind == "float" and not doc.is_json and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value))
-        )  # another rule's
+        is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
+        is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
-        is_counted = field.type in ("int", "float") and name not in (
-            "eval_delay",
-            "save_steps",
-            "ddp_timeout",
-            "local_rank",
-        )
+        is_counted = field.type in ("int", "float") and name not in MAY_BE_NULL
         if value is None and doc.has(name) and is_counted and is_kept and doc.program:
             yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
         if value is None or is_template(value) or is_unsloths:
@@ -219,7 +213,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
             fix = "`null`" if kind != field.type and value == "None" else expected
             yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
-        elif is_text and not is_exponent and found is not True:
+        elif is_text and found is not True:
             fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
             yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
 
@@ -233,12 +227,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
-            if is_kept and key in TRUE_AS_TEXT and as_bool(value) is False:
-                yield Match(key, f"{value} is text here, which counts as true", "`false`, without quotes", value=False)
-            elif is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
-                yield Match(
-                    key, f"{value} is text here: accelerate takes a number, and raises", f"`{value}`, without quotes"
-                )
+            if is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
+                yield Match(key, f"{value} is text here: accelerate counts, and raises", f"`{value}`, without quotes")
             elif _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
                 of_auto = NOTE if block and kind is not STAGE else WARNING
@@ -247,9 +237,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 message = f"{shorten(value)}, expected {kind.expected}"
                 if kind is STAGE and isinstance(value, str) and value.isdigit():
                     message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
-                yield Match(
-                    key, message, _as_expected(key, value, kind.expected), level=level, since=READ_SINCE.get(name)
-                )
+                fix = _as_expected(key, value, kind.expected)
+                yield Match(key, message, fix, level=level, since=READ_SINCE.get(name))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
@@ -314,9 +303,8 @@ def _other_words(doc: Document) -> Iterator[Match]:
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
         if isinstance(name, str) and name not in known and not name.startswith("["):
             fix = f"`[{name}]`" if "," in name and {*re.split(r"\s*,\s*", name)} <= {*known} else None
-            yield from (
-                replace(each, fix=fix or each.fix) for each in _not_a_word("report_to", name, known, "it raises")
-            )
+            for found in _not_a_word("report_to", name, known, "it raises"):
+                yield replace(found, fix=fix or found.fix)
 
 
 def _is_in_effect(doc: Document, block: str, name: str) -> bool:
@@ -332,9 +320,8 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
     if not is_template(value):
         parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", str(value)[:100])
         has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
-        close = nearest(
-            str(value)[:100].upper(), {word.upper(): word for word in has_all or words}, cutoff=0.2 if has_all else 0.6
-        )
+        in_capitals = {word.upper(): word for word in has_all or words}
+        close = nearest(str(value)[:100].upper(), in_capitals, cutoff=0.2 if has_all else 0.6)
         off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
         close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
         close = '"no"' if close == "no" else close  # YAML takes it for false without
