@@ -91,6 +91,7 @@ def test_what_may_be_meant_is_offered_and_not_written(text: str, key: str, fix: 
         (top(gradient_acumulation_steps=4), '"gradient_acumulation_steps"', '"gradient_accumulation_steps"'),
         (top(wall_clock_break_down=True), '"wall_clock_break_down"', '"wall_clock_breakdown"'),
         (top(micro_batch_size_per_gpu=4), '"micro_batch_size_per_gpu"', '"train_micro_batch_size_per_gpu"'),
+        (f"{FSDP}  ofload_params: true\n", "ofload_params", "fsdp_offload_params"),
         (f"{FSDP}  fsdp_offload_param: true\n", "fsdp_offload_param", "fsdp_offload_params"),
         (f"{FSDP}parallelism_config:\n  dp_shard_size: 8\n", "  dp_shard_size", "  parallelism_config_dp_shard_size"),
         (f"{DEEPSPEED}  zero3_save_16_bit_model: true\n", "zero3_save_16_bit_model", "zero3_save_16bit_model"),
@@ -143,6 +144,7 @@ def test_a_value_that_its_reader_does_not_take_is_found(
         (f'{ACCELERATE}use_cpu: "false"\n', "use_cpu"),  # the ranks read it as text
         ('distributed_type: "NO"\nnum_processes: 1\nnum_machines: "1"\n', "num_machines"),
         (f'{TRAINER}tf32: "True"\n', "tf32"),
+        (f"{TRAINER}deepspeed_config: ds.json\n", "deepspeed_config"),
         (f"{TRAINER}save_total_limit: null\n", "save_total_limit"),
         (f"{TRAINER}num_train_epochs: ${{epochs}}\nseed: '{{{{ seed }}}}'\n", "num_train_epochs"),
         (f"{TRAINER}eval_delay: null\n", "eval_delay"),

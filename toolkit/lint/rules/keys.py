@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,8 +79,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
     fix += ", if you mean that; or remove it" if free and not is_certain and meant is None else ""
-    homes = [each for each in _homes(doc, block, name) if not doc.has(f"{each}.{name}".lstrip("."))]
-    if homes:
+    if homes := _homes(doc, block, name):
         into = " or ".join(f"into `{each}`" if each else "to the top level" for each in homes)
         fix, rename = f"move it {into}", None
     elif meant is not None and not meant.isidentifier():
@@ -95,7 +94,11 @@ def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | Non
     former = removed.RENAMED_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
     former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
     told = former or meant
-    close = [each for each in [told] if each.isidentifier()] if told else _likely_keys(name, known)
+    if block == "fsdp_config":  # whose keys accelerate takes without their prefix, and the Trainer with one
+        name = ("fsdp_" if doc.kind == ACCELERATE else "") + name.removeprefix("fsdp_")
+    stem, stems = name.removesuffix("_config"), {each.removesuffix("_config"): each for each in known}
+    close = [stems[each] for each in _likely_keys(stem, stems) if is_alike(stem, each)]
+    close = [each for each in [told] if each.isidentifier()] if told else close
     if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
         value = doc.get(name)
         close = [each for each in close if not _has_wrong_type(known[each], value, block="", is_deepspeed=True)]
@@ -103,27 +106,27 @@ def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | Non
 
 
 def _homes(doc: Document, block: str, name: str) -> list[str]:
-    """Return the blocks that have a key, around the one that it is in and inside of it; none for more than two."""
+    """Return the blocks around a key's own, and in it, that could have it; none where these are more than two."""
     if doc.kind == TRAINER or (block and doc.kind == ACCELERATE):
         return []
     blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
     near = [each for each in blocks if "" in (each, block) or f"{each}.".startswith(f"{block}.") or each in block]
-    homes = [each for each in near if each != block and name in blocks[each]]
-    return homes if len(homes) <= 2 else []
+    homes = [
+        each for each in near if each != block and name in blocks[each] and not doc.has(f"{each}.{name}".lstrip("."))
+    ]
+    value, is_json = doc.get(f"{block}.{name}".lstrip(".")), doc.kind == DEEPSPEED
+    fit = [each for each in homes if not _has_wrong_type(blocks[each][name], value, block=each, is_deepspeed=is_json)]
+    return fit if len(homes) <= 2 else []
 
 
-def _likely_keys(name: str, known: Iterable[str], *, cutoff: float = SIMILARITY) -> list[str]:
+def _likely_keys(name: str, known: Collection[str], *, cutoff: float = SIMILARITY) -> list[str]:
     """Return the known keys that a name may stand for: two for `adam_beta`, those with its words for `size`."""
-    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
-    stem = name.removesuffix("_config")
-    close = difflib.get_close_matches(stem, list(stems), n=3, cutoff=cutoff) if len(name) <= 100 else []
-    if not close or not is_alike(stem, close[0]):
-        return []
-    longer = [each for each in stems if set(stem.split("_")) < set(each.split("_"))]
-    if close[0] in longer and not close[0].startswith(f"{stem}_"):
-        return sorted(stems[each] for each in longer) if len(longer) <= 3 else []
-    alike = [difflib.SequenceMatcher(None, each, stem).ratio() for each in close]
-    return sorted(stems[each] for each, ratio in zip(close, alike, strict=True) if ratio == alike[0])
+    close = difflib.get_close_matches(name, known, n=3, cutoff=cutoff) if len(name) <= 100 else []
+    longer = [each for each in known if set(name.split("_")) < set(each.split("_"))]
+    if close and close[0] in longer and not close[0].startswith(f"{name}_"):
+        return sorted(longer) if len(longer) <= 3 else []
+    alike = [difflib.SequenceMatcher(None, each, name).ratio() for each in close]
+    return sorted(each for each, ratio in zip(close, alike, strict=True) if ratio == alike[0])
 
 
 def _is_misspelt(name: str, key: str) -> bool:
