@@ -82,7 +82,7 @@ CASES = [
          zero(3, reduce_bucket_size="auto", stage3_prefetch_bucket_size=5e8), 2, "ds.json"),
     Case("wrong-deepspeed-type", '{"zero_optimization":\ntrue}', '{"zero_optimization":\n{"stage": 0}}', 1, "ds.json"),
     Case("wrong-argument-type", "learning_rate: 1e-5\nlogging_steps: often\n",
-         'learning_rate: 1e-5\nlogging_steps: "5"\n', 2),
+         'learning_rate: 1e-5\nlogging_steps: 5\n', 2),
     Case("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", f"{TRL}packing: true\npadding_free: true\n",
          4, fixed=f"{TRL}beta: 0.1\n"),
     Case("padding-free-ignored", f"{TRL}packing: true\npadding_free: false\n",

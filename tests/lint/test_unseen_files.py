@@ -314,10 +314,9 @@ def test_what_needs_a_decision_is_not_fixed(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_switch_is_not_renamed_to_a_block(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3, "cpu_offload_params": true}}')
-    assert '"cpu_offload_param": true' in fixed_text(tmp_path / "a.json")
-    (tmp_path / "a.json").write_text(text := '{"zero_optimization": {"stage": 3, "offload_params": true}}')
-    assert fixed_text(tmp_path / "a.json") == text
+    for name in ("cpu_offload_params", "offload_params"):
+        (tmp_path / "a.json").write_text(text := f'{{"zero_optimization": {{"stage": 3, "{name}": true}}}}')
+        assert fixed_text(tmp_path / "a.json") == text
 
 
 def test_a_block_of_deepspeeds_json_in_the_yaml_is_sent_to_a_json(tmp_path: Path) -> None:
@@ -612,7 +611,11 @@ def test_a_file_of_axolotl_with_settings_that_a_script_reads_has_notes(
         ),
         ('{"fp16": {"enabled": true}, "loss_scale": 0, "zero_optimization": {}}', "loss_scale", "move it into `fp16`"),
         ('{"zero_optimization": {"overlap_comm": true}, "overlap_comm": true}', "overlap_comm", "remove it"),
-        ('{"zero_optimization": {"stage": 2}, "pin_memory": true}', "pin_memory", "remove it"),  # two blocks have it
+        (
+            '{"zero_optimization": {"stage": 2}, "pin_memory": true}',
+            "pin_memory",
+            "move it into `zero_optimization.offload_optimizer` or into `zero_optimization.offload_param`",
+        ),
         ("distributed_type: DEEPSPEED\nzero_stage: 3\n", "zero_stage", "move it into `deepspeed_config`"),
     ],
 )

@@ -22,3 +22,11 @@ TRAINING_ARGUMENTS_REMOVED_IN: dict[str, str] = _TABLES["training_arguments_remo
 IMPORTS_REMOVED: dict[str, dict[str, list[str]]] = _TABLES["imports_removed"]
 TRAINING_ARGUMENTS_DEPRECATED: dict[str, str] = _TABLES["training_arguments_deprecated"]
 TRAINER_FSDP_KEYS = set(_TABLES["trainer_fsdp_keys"].split())
+
+
+def _by_name(table: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return what each name of a place stands for; the table has the names by what they stand for."""
+    return {place: {name: new for new, names in row.items() for name in names.split()} for place, row in table.items()}
+
+
+RENAMED_KEYS, MEANT_KEYS = _by_name(_TABLES["renamed_keys"]), _by_name(_TABLES["meant_keys"])

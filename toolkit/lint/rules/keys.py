@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
+    engine_of,
     fsdp_key,
     fsdp_setting,
     is_template,
@@ -26,7 +28,6 @@ from toolkit.lint.rules.settings import (
 )
 from toolkit.presets import removed_keys as removed
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
-from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -39,7 +40,7 @@ SIMILARITY = 0.75
 # Arguments with a closed set of words; every version has the first three, and every program those of schedules.
 CLOSED_ARGUMENTS = (
     *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
-    "train_sampling_strategy",
+    *("train_sampling_strategy", "log_level", "log_level_replica"),
 )
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
@@ -50,59 +51,90 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
+CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
+KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
-# Fields of accelerate's FSDP plugin, and the keys of a file that set them.
-PLUGIN_FIELDS = {
-    "fsdp_transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_cpu_offload": "fsdp_offload_params",
-}
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
-# DeepSpeed's keys in accelerate's block, whose effect something else has.
-HAD_ELSEWHERE = {
-    **dict.fromkeys(
-        ("activation_checkpointing", "gradient_checkpointing"),
-        "remove it; the training argument `gradient_checkpointing` recomputes activations",
-    ),
-    **{name: f"remove it: `mixed_precision: {name}` decides" for name in ("bf16", "fp16")},
-}
+NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
+MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
 # The version of accelerate that reads a key first, from then on with a type.
 READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
-FIELD_TYPES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "int": (as_int, "a whole number"),
-    "float": (as_float, "a number"),
-    "bool": (as_bool, "true or false"),
-}
+FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
 
 
 def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Match:
-    """Suggest the block of a key, or the nearest known key; the edit renames to it, unless that key is present."""
+    """Offer the block of a key, or what it may stand for; the edit writes only a key that is certain."""
     prefix = f"{block}." if block else ""
     key = f"{prefix}{name}"
     is_own = doc.kind == TRAINER or (doc.kind == DEEPSPEED and not block)
     if is_own and doc.call is None and doc.is_read(name):  # a script's own file, which passes on a part of it
         return Match(key, f"`{shorten(name)}` {what}; your script may read it", "remove it, unless it does", level=NOTE)
-    stems = {each.removesuffix("_config"): each for each in known}  # which makes no two blocks alike
-    stem = nearest(name.removesuffix("_config"), stems, cutoff=SIMILARITY) if len(name) <= 100 else None
-    close = None if stem is None or not is_alike(name.removesuffix("_config"), stem) else stems[stem]
-    close = PLUGIN_FIELDS.get(name, close) if doc.kind != DEEPSPEED else close
-    kind = known.get(close) if is_own and doc.kind == DEEPSPEED else None
-    if kind is not None and _has_wrong_type(kind, doc.get(key), block=block, is_deepspeed=True):
-        close = None  # prose, or a switch in the place of a block
-    is_free = close is not None and not doc.has(new := f"{prefix}{close}")
-    fits = is_free and (new in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}) == isinstance(doc.get(key), dict)
-    fix = f"`{close}`" if is_free else "remove it"
-    blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
-    homes = [] if block else [each for each, keys in blocks.items() if name in keys]
-    if len(homes) == 1 and not doc.has(f"{homes[0]}.{name}"):
-        fix, fits = f"move it into `{homes[0]}`", False
-    elif block == "deepspeed_config" and name in HAD_ELSEWHERE:
-        fix, fits = HAD_ELSEWHERE[name], False
-    elif not is_free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
+    meant = removed.MEANT_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
+    close, is_certain = _keys_for(doc, block, name, known, meant)
+    free = [each for each in close if not doc.has(f"{prefix}{each}")]
+    is_block = bool(free) and f"{prefix}{free[0]}" in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}
+    rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
+    fix = " or ".join(f"`{each}`" for each in free) or "remove it"
+    fix += ", if you mean that; or remove it" if free and not is_certain and meant is None else ""
+    if homes := _homes(doc, block, name):
+        into = " or ".join(f"into `{each}`" if each else "to the top level" for each in homes)
+        fix, rename = f"move it {into}", None
+    elif meant is not None and not meant.isidentifier():
+        fix = meant
+    elif not free and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
-    return Match(key, f"`{shorten(name)}` {what}", fix, rename=close if fits else None)
+    return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
+
+
+def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | None) -> tuple[list[str], bool]:
+    """Return the keys that a name may stand for, and whether that is certain: a former name, no prefix, misspelt."""
+    former = removed.RENAMED_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
+    former = former or (f"{block}_{name}" if f"{block}_{name}" in known else None)
+    told = former or meant
+    if block == "fsdp_config":  # whose keys accelerate takes without their prefix, and the Trainer with one
+        name = ("fsdp_" if doc.kind == ACCELERATE else "") + name.removeprefix("fsdp_")
+    stem, stems = name.removesuffix("_config"), {each.removesuffix("_config"): each for each in known}
+    close = [stems[each] for each in _likely_keys(stem, stems) if is_alike(stem, each)]
+    close = [each for each in [told] if each.isidentifier()] if told else close
+    if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
+        value = doc.get(name)
+        close = [each for each in close if not _has_wrong_type(known[each], value, block="", is_deepspeed=True)]
+    return close, len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
+
+
+def _homes(doc: Document, block: str, name: str) -> list[str]:
+    """Return the blocks around a key's own, and in it, that could have it; none where these are more than two."""
+    if doc.kind == TRAINER or (block and doc.kind == ACCELERATE):
+        return []
+    blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
+    near = [each for each in blocks if "" in (each, block) or f"{each}.".startswith(f"{block}.") or each in block]
+    homes = [
+        each for each in near if each != block and name in blocks[each] and not doc.has(f"{each}.{name}".lstrip("."))
+    ]
+    value, is_json = doc.get(f"{block}.{name}".lstrip(".")), doc.kind == DEEPSPEED
+    fit = [each for each in homes if not _has_wrong_type(blocks[each][name], value, block=each, is_deepspeed=is_json)]
+    return fit if len(homes) <= 2 else []
+
+
+def _likely_keys(name: str, known: Collection[str], *, cutoff: float = SIMILARITY) -> list[str]:
+    """Return the known keys that a name may stand for: two for `adam_beta`, those with its words for `size`."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=cutoff) if len(name) <= 100 else []
+    longer = [each for each in known if set(name.split("_")) < set(each.split("_"))]
+    if close and close[0] in longer and not close[0].startswith(f"{name}_"):
+        return sorted(longer) if len(longer) <= 3 else []
+    alike = [difflib.SequenceMatcher(None, each, name).ratio() for each in close]
+    return sorted(each for each, ratio in zip(close, alike, strict=True) if ratio == alike[0])
+
+
+def _is_misspelt(name: str, key: str) -> bool:
+    """Return True where two keys have the same words but for letters, and the same digits."""
+    pairs = zip(name.split("_"), key.split("_"), strict=False)
+    is_same = name.count("_") == key.count("_") and all(nearest(a, [b], cutoff=SIMILARITY) for a, b in pairs)
+    has_same_digits = re.sub(r"\D", "", name) == re.sub(r"\D", "", key)
+    return has_same_digits and (is_same or name.replace("_", "") == key.replace("_", ""))
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -122,12 +154,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
     for block, known in ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            in_yaml = launcher_tables()["yaml_names"].get(name) if block == "deepspeed_config" else None
-            if in_yaml is not None:
-                key, is_free = f"{block}.{name}", not doc.has(f"{block}.{in_yaml}") and not doc.block(f"{block}.{name}")
-                message = f"`{name}` is DeepSpeed's name: accelerate ignores it silently"
-                yield Match(key, message, f"`{in_yaml}`", rename=in_yaml if is_free else None)
-            elif name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
+            if name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
                 yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
@@ -168,37 +195,63 @@ def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", fix="a value of the type that it names", for_every_program=True)
 def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
+    # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
+    is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
+    level = WARNING if doc.program == "llama-factory" or KEEPS_TEXT.search(doc.reader_source) else NOTE
     for name, field in trainer_schema().fields.items():
-        reads, expected = FIELD_TYPES.get(field.type.removesuffix(" | None"), (shorten, ""))
-        value = doc.get(name)
+        kind, value = field.type.removesuffix(" | None"), doc.get(name)
+        reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
-        if value is not None and reads(value) is None and not is_template(value) and not is_unsloths:
-            yield Match(name, f"{shorten(value)}, expected {expected}", expected, level=OF_OTHERS.get(doc.program))
+        is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
+        is_text &= not re.search(CONVERTS.format(name), doc.reader_source)
+        is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
+        is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
+        effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
+        is_counted = field.type in ("int", "float") and name not in MAY_BE_NULL
+        if value is None and doc.has(name) and is_counted and is_kept and doc.program:
+            yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
+        if value is None or is_template(value) or is_unsloths:
+            continue
+        if (found := reads(value)) is None:
+            says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
+            fix = "`null`" if kind != field.type and value == "None" else expected
+            yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
+        elif is_text and found is not True:
+            fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
+            yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
-            is_fsdp = block == "fsdp_config"
-            kind = types.get(name) or types.get(f"fsdp_{name}" if is_fsdp else name)
+            kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
-            if _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
+            is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
+            if is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
+                yield Match(key, f"{value} is text here: accelerate counts, and raises", f"`{value}`, without quotes")
+            elif _has_wrong_type(kind, value, block=block, is_deepspeed=doc.kind == DEEPSPEED):
                 # A script may replace `auto`, which is the default in a block; DeepSpeed alone takes true for stage 1.
                 of_auto = NOTE if block and kind is not STAGE else WARNING
                 level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
-                since = READ_SINCE.get(name)
                 message = f"{shorten(value)}, expected {kind.expected}"
-                yield Match(key, message, _as_expected(key, value, kind.expected), level=level, since=since)
+                if kind is STAGE and isinstance(value, str) and value.isdigit():
+                    message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
+                fix = _as_expected(key, value, kind.expected)
+                yield Match(key, message, fix, level=level, since=READ_SINCE.get(name))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
     """Return the value as the key takes it, where it is plain what is meant."""
     if expected.startswith("text") and type(value) is int:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
+    if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
+        return f'`{key.rpartition(".")[2]}: "{",".join(map(shorten, value))}"`'
+    if key.rpartition(".")[2].startswith("offload_") and value in ("cpu", "nvme"):
+        return f'`{{"device": "{value}"}}`'
     if key == "deepspeed_config" and str(value).endswith(".json"):
         return f"`deepspeed_config: {{deepspeed_config_file: {shorten(value)}}}`"
     return expected
@@ -234,7 +287,8 @@ def _other_words(doc: Document) -> Iterator[Match]:
             continue
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, words = doc.get(place), [str(each) for each in table["words"]]
-        fold = str.upper if table["fold"] == "upper" else str
+        is_folded = table["fold"] == "upper" and not (table.get("option") == "exact" and doc.call is not None)
+        fold = str.upper if is_folded else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
@@ -251,7 +305,9 @@ def _other_words(doc: Document) -> Iterator[Match]:
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():
         if isinstance(name, str) and name not in known and not name.startswith("["):
-            yield from _not_a_word("report_to", name, known, "it raises")
+            fix = f"`[{name}]`" if "," in name and {*re.split(r"\s*,\s*", name)} <= {*known} else None
+            for found in _not_a_word("report_to", name, known, "it raises"):
+                yield replace(found, fix=fix or found.fix)
 
 
 def _is_in_effect(doc: Document, block: str, name: str) -> bool:
@@ -265,13 +321,16 @@ def _is_in_effect(doc: Document, block: str, name: str) -> bool:
 
 def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> Iterator[Match]:
     if not is_template(value):
-        close = nearest(str(value)[:100].upper(), {word.upper(): word for word in words}, cutoff=0.6)
+        parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", str(value)[:100])
+        has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
+        in_capitals = {word.upper(): word for word in has_all or words}
+        close = nearest(str(value)[:100].upper(), in_capitals, cutoff=0.2 if has_all else 0.6)
         off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
         close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
+        close = '"no"' if close == "no" else close  # YAML takes it for false without
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-        yield Match(
-            key, f"{shorten(value)} is not one of {listed}: {otherwise}", f"`{close}`" if close else "one of these"
-        )
+        message = f"{shorten(value)} is not one of {listed}: {otherwise}"
+        yield Match(key, message, f"`{close}`" if close else "one of these")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
@@ -279,11 +338,11 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
     ranks have started."""
     for block, known in DEEPSPEED_BLOCKS.items():
-        names = [*known, *(removed.ZERO_DEPRECATED if block == "zero_optimization" else ())]
         for name in doc.block(block):
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
-            if name not in (*names, *removed.ZERO_REMOVED) and f"stage3_{name}" not in known:
-                found = _unknown(doc, block, name, names, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
+            others = (*removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED)  # of other rules
+            if name not in (*known, *others) and f"stage3_{name}" not in known:
+                found = _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
                 yield replace(found, since="0.17.1" if block in ("bf16", "fp16") else None)
 
 
@@ -379,9 +438,8 @@ def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
     for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items() if doc.program in OUR_PROGRAMS else ():
         if doc.has(name) and instead in trainer_argument_names():
-            yield Match(
-                name, f"`{name}` is removed in transformers 6", f"`{instead}`, which older versions do not have"
-            )
+            message = f"`{name}` is removed in transformers 6"
+            yield Match(name, message, f"`{instead}`, which older versions do not have")
 
 
 @rule(WARNING, TRAINER, library="transformers", fix="the nearest field")
@@ -391,23 +449,24 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     for name in () if schema_of(doc) is not None else doc.data:
         if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
             continue
-        close = nearest(name, fields, cutoff=TRAINER_SIMILARITY)
-        if close and not (doc.has(close) or doc.is_declared(name) or doc.is_read(name)):
+        free = [each for each in _likely_keys(name, fields, cutoff=TRAINER_SIMILARITY) if not doc.has(each)]
+        if free and not (doc.is_declared(name) or doc.is_read(name)):
             level = None if doc.program in OUR_PROGRAMS else NOTE
-            message = f"`{name}` is not a field of TrainingArguments; `{close}` is"
-            yield Match(name, message, f"`{close}`, unless the script has a `{name}` itself", level=level)
+            fix = " or ".join(f"`{each}`" for each in free) + f", unless the script has a `{name}` itself"
+            yield Match(name, f"`{name}` is not a field of TrainingArguments", fix, level=level)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="the nearest known key, or nothing")
 def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     """The Trainer silently drops an unknown key of `fsdp_config`: the default applies."""
     for name in doc.block("fsdp_config"):
-        if name.removeprefix("fsdp_") not in TRAINER_FSDP_KEYS:
-            yield _unknown(doc, "fsdp_config", name, TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
+        if name.removeprefix("fsdp_") not in removed.TRAINER_FSDP_KEYS:
+            yield _unknown(doc, "fsdp_config", name, removed.TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
 
 
 @rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")
 def duplicate_key(doc: Document) -> Iterator[Match]:
-    """A key appears twice in one block: the last one silently wins."""
+    """A key appears twice in one block: the last one silently wins. DeepSpeed refuses a JSON that it opens itself."""
+    refusal = ", and DeepSpeed refuses the file where it opens it itself" if doc.kind == DEEPSPEED else ""
     for duplicate in doc.repeated[:20]:
-        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins", "remove one")
+        yield Match(duplicate.key, f"`{shorten(duplicate.key)}` appears twice; the last wins{refusal}", "remove one")
