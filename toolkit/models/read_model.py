@@ -94,7 +94,7 @@ def count_shape(config: Path, values: Mapping[str, Any], *, waits: bool = True) 
     cannot build a language model from it.
     """
     if (bundled := bundled_count(values)) is not None:
-        return shape_from_counted(read_json(bundled))
+        return shape_from_counted(json.loads(bundled.read_text()))
     path, error = cached_count(values), missing_package(*COUNTING_LIBRARIES)
     if (error or config in known_models().values()) and (scaled := _scaled_from_family(values)):
         return scaled

@@ -306,7 +306,7 @@ def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None
     Memory does not always fall with the GPUs: fused experts are padded, so 8 on 64 GPUs take eight times the space.
     """
     sizes = [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
-    supported = [size for size in sizes if why_unsupported(request, preset, size) is None]
+    supported = (size for size in sizes if why_unsupported(request, preset, size) is None)
 
     def fits(size: int) -> bool:
         return smallest_plan(request, preset, size).fits
