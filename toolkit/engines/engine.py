@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
@@ -349,6 +350,12 @@ def state_bytes(
     optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
 ) -> int:
     """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
+    held_bytes = _held_state_bytes(optimizer, weights, share)
+    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
+
+
+@lru_cache(maxsize=64)  # of whole tensors they are the same under every engine
+def _held_state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
     outer = set(weights.shape.outer)  # hundreds of tensors are looked up in it
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
@@ -358,13 +365,13 @@ def state_bytes(
             count=count,
             is_embedding=tensor.is_embedding,
             is_hidden_matrix=tensor.is_linear_weight and tensor not in outer,
-            is_projected=tensor.is_linear_weight
+            is_projected=bool(optimizer.targets)
+            and tensor.is_linear_weight
             and not tensor.is_embedding
             and optimizer.projects(_module(tensor, outer)),
         )
 
-    held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
-    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
+    return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
 
 
 def _module(tensor: Tensor, outer: Set[Tensor]) -> str:

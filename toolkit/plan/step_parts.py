@@ -12,7 +12,8 @@ from functools import lru_cache
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
-from toolkit.models.optimizers import UpdatedTensor
+from toolkit.models.job_weights import JobWeights
+from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
@@ -199,10 +200,14 @@ def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float
     bandwidth = interconnect.gpu.memory_bytes_per_second
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0
-    tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
-    states = setup.job.optimizer.state_bytes(tensors) / max(setup.weights.num_trained, 1)
+    states = _state_bytes(setup.weights, setup.job.optimizer) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
+
+
+@lru_cache(maxsize=64)  # the same under all presets
+def _state_bytes(weights: JobWeights, optimizer: OptimizerSpec) -> int:
+    return optimizer.state_bytes(UpdatedTensor(shape=each.shape, count=count) for each, count in weights.trained)
 
 
 def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:
