@@ -30,10 +30,9 @@ from toolkit.files.documents import LOADER, parse_json, read_json, read_json_obj
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
-from toolkit.models.config_fields import ConfigFields, read_config
+from toolkit.models.config_fields import CONFIG, ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
 from toolkit.models.families import COUNTED, NO_DIMENSIONS, family_count
-from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import patches_per_token
 from toolkit.versions import installed_version, model_types
@@ -352,6 +351,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
         in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
         _say_once(f"{model}: planned with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
+    from toolkit.models.hub import download_config  # with http.client and ssl
+
     try:
         return download_config(name)
     except ToolkitError as error:

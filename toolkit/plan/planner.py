@@ -265,7 +265,7 @@ def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
     planned = {name for each in request.presets for name in each.parallel}
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
     if "pp" not in preset.parallel and "pp" in planned:
-        others += ["pipeline_schedule", "pipeline_chunks"]
+        others += [name for name in ("pipeline_schedule", "pipeline_chunks") if request.job.value(name) is not None]
     return replace(request.job, **dict.fromkeys(others)) if others else request.job  # type: ignore[arg-type]
 
 
