@@ -90,20 +90,19 @@ def app_with(name: str | None = None) -> typer.Typer:
         },
     )
     app.callback()(toolkit)
-    places = {_name(place): (place, heading) for heading, places in SECTIONS.items() for place in places}
-    for each in [name] if name in places else places:
-        place, heading = places[each]
-        module, _, attribute = place.partition(".")
+    commands = {
+        attribute.removesuffix("_app").replace("_", "-"): (heading, module, attribute)
+        for heading, places in SECTIONS.items()
+        for module, attribute in (place.split(".") for place in places)
+    }
+    for each in [name] if name in commands else commands:
+        heading, module, attribute = commands[each]
         command = getattr(import_module(f"toolkit.cli.{module}"), attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=each, cls=HelpBySection, rich_help_panel=heading)
         else:
             app.command(rich_help_panel=heading)(command)
     return app
-
-
-def _name(place: str) -> str:
-    return place.partition(".")[2].removesuffix("_app").replace("_", "-")
 
 
 @cache
@@ -134,9 +133,8 @@ def _run_command(argv: list[str]) -> int | None:
         print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
-        code: int | None = program(argv[0] if argv else None)(
-            args=expand_words(argv), prog_name="toolkit", standalone_mode=False
-        )
+        command = program(argv[0] if argv else None)
+        code: int | None = command(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         if refusal := _usage_error(error):
             raise refusal from None

@@ -208,7 +208,7 @@ class Engine:
         return ModelStates(
             parameter_bytes=weights.held_bytes(settings.element_bytes, settings.trained_bytes),
             gradient_bytes=settings.trained_bytes * (weights.num_trained + whole_embedding),
-            optimizer_bytes=state_bytes(optimizer, weights, elements_of, settings),
+            optimizer_bytes=state_bytes(optimizer, weights, elements_of, settings.trained_bytes),
         )
 
     def buffers(
@@ -346,16 +346,11 @@ class PlannedStep(Protocol):
     def largest_stage(self) -> int: ...
 
 
+@lru_cache(maxsize=64)  # of whole tensors they are the same under every preset
 def state_bytes(
-    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
+    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], trained_bytes: int
 ) -> int:
     """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
-    held_bytes = _held_state_bytes(optimizer, weights, share)
-    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
-
-
-@lru_cache(maxsize=64)  # of whole tensors they are the same under every engine
-def _held_state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int]) -> int:
     outer = set(weights.shape.outer)  # hundreds of tensors are looked up in it
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
@@ -371,7 +366,8 @@ def _held_state_bytes(optimizer: OptimizerSpec, weights: JobWeights, share: Call
             and optimizer.projects(_module(tensor, outer)),
         )
 
-    return optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+    held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
+    return held_bytes * trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
 
 
 def _module(tensor: Tensor, outer: Set[Tensor]) -> str:

@@ -100,7 +100,7 @@ class FullyShard(Engine):
         return ModelStates(
             parameter_bytes=settings.trained_bytes * trained + frozen_bytes * frozen + weights.constant_bytes,
             gradient_bytes=settings.trained_bytes * trained,
-            optimizer_bytes=state_bytes(optimizer, weights, share, settings),
+            optimizer_bytes=state_bytes(optimizer, weights, share, settings.trained_bytes),
             persistent_bytes=weights.constant_bytes,
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from toolkit.engines.engine import EngineSettings
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
@@ -192,12 +191,8 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
 def _optimizer_share(setup: TrainingSetup) -> float:
     if "optimizer" not in setup.preset.sharded_parts:
         return setup.weights.num_trained
-    return _sharded_elements(setup.engine, setup.weights)
-
-
-@lru_cache(maxsize=64)  # the same for every micro-batch
-def _sharded_elements(engine: EngineSettings, weights: JobWeights) -> float:
-    return sum(count * tensor.num_elements / engine.ranks_sharing(tensor) for tensor, count in weights.trained)
+    sharing = setup.engine.ranks_sharing
+    return sum(count * tensor.num_elements / sharing(tensor) for tensor, count in setup.weights.trained)
 
 
 def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:

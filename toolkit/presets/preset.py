@@ -83,16 +83,13 @@ def presets_root() -> Path:
 
 def preset_names() -> list[str]:
     """Return the names of all presets that ship with the toolkit, sorted."""
-    return sorted(path.stem for path in _shipped().glob("*.yaml"))
-
-
-def _shipped() -> Path:
-    return presets_root() / "accelerate_configs"
+    return sorted(path.stem for path in (presets_root() / "accelerate_configs").glob("*.yaml"))
 
 
 def list_presets() -> list[Preset]:
     """Return all presets that ship with the toolkit, sorted by name."""
-    return [read_preset(_shipped() / f"{name}.yaml") for name in preset_names()]
+    folder = presets_root() / "accelerate_configs"
+    return [read_preset(folder / f"{name}.yaml") for name in preset_names()]
 
 
 def load_preset(name: str) -> Preset:
@@ -109,7 +106,7 @@ def load_preset(name: str) -> Preset:
             f"unknown preset {shown(name)}; available: {', '.join(names)}",
             hint=f"did you mean `{close}`?" if close else "see `toolkit presets`",
         )
-    return read_preset(_shipped() / f"{name}.yaml")
+    return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
 
 
 def read_preset(path: Path) -> Preset:
