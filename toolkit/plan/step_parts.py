@@ -152,8 +152,8 @@ def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calib
     if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
         return 0.0
     passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
-    tensors = [tensor for unit in setup.weights.adapter_units for tensor in unit]
-    widths = sum(each.shape[-1] if ".lora_A." in each.name else each.shape[0] for each in tensors)
+    trained = setup.weights.trained
+    widths = sum((each.shape[-1] if ".lora_A." in each.name else each.shape[0]) * count for each, count in trained)
     decoded = sum(tensor.num_elements * count for tensor, count in setup.weights.in_4bit) * DEQUANTIZED_BYTES
     moved = own_tokens * calibration.adapter_bytes * widths + setup.accumulation_steps * decoded
     return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
@@ -178,7 +178,7 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
     forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
     operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
-    adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
+    adapters = sum(count for tensor, count in setup.weights.trained if ".lora_A." in tensor.name)
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)
     seconds = operations * calibration.host_seconds
