@@ -74,10 +74,7 @@ def toolkit(
 
 
 def app_with(name: str | None = None) -> typer.Typer:
-    """Return the app with one command, or with all if there is none of that name.
-
-    To import and make all of them takes as long as a plan.
-    """
+    """Return the app with one command, or with all where none is named so: making these takes as long as a plan."""
     app = typer.Typer(
         cls=HelpBySection,
         no_args_is_help=True,
@@ -133,8 +130,7 @@ def _run_command(argv: list[str]) -> int | None:
         print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
-        command = program(argv[0] if argv else None)
-        code: int | None = command(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
+        code: int | None = program(*argv[:1])(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         if refusal := _usage_error(error):
             raise refusal from None

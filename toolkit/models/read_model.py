@@ -351,9 +351,9 @@ def config_path(model: str, *, known: bool = True) -> Path:
         in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
         _say_once(f"{model}: planned with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
-    from toolkit.models.hub import download_config  # with http.client and ssl
-
     try:
+        from toolkit.models.hub import download_config  # with http.client and ssl
+
         return download_config(name)
     except ToolkitError as error:
         if kind := next(
