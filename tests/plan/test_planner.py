@@ -412,7 +412,7 @@ def test_the_plan_of_a_run_is_that_of_the_plan_command() -> None:
 
 
 def test_a_plan_of_the_model_with_most_tensors_makes_few_calls() -> None:
-    """Names are matched once per tensor, and sums of tensors made once per model; 2.2 million calls otherwise."""
+    """Names are matched once per tensor, and sums of tensors made once per model."""
     asked, calls = plan_request("microsoft/Phi-4-multimodal-instruct", PlanOptions(gpu="h100", num_processes=(8,))), []
     sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
     try:
