@@ -241,3 +241,9 @@ def test_refusing_a_data_row_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "sound"}\n{"text": 1}\n')
     loaded = loaded_after(f"from toolkit.__main__ import main; main({words!r})")
     assert not {name for name in loaded if name in HEAVY or name.startswith("toolkit.train")}
+
+
+def test_a_command_imports_the_module_of_no_other_command() -> None:
+    loaded = loaded_after("from toolkit.__main__ import main; main(['presets'])")
+    own = {f"toolkit.cli.{name}" for name in ("options", "presets", "program")}
+    assert {name for name in loaded if name.startswith("toolkit.cli.")} == own

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import toolkit
 import toolkit.presets
-from toolkit.cli.program import app, program
+from toolkit.cli.program import app_with, program
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
 from toolkit.compare.rows import FlopsPerToken, Row, Run
@@ -300,7 +300,7 @@ def ranks_measured(record: Path = GPU_RANKS) -> str:
 
 def printed(command: str, paragraphs: int) -> str:
     """Return the first paragraphs that a command prints; of Qwen3-8B, a well-known model, without the hub."""
-    answer = CliRunner().invoke(app, command.split(), env={"COLUMNS": str(COLUMNS)}).stdout
+    answer = CliRunner().invoke(app_with(), command.split(), env={"COLUMNS": str(COLUMNS)}).stdout
     shown = "\n\n".join(answer.rstrip().split("\n\n")[:paragraphs])
     lines = [part for line in shown.splitlines() for part in wrapped(line.rstrip(), COLUMNS)]
     return "\n".join(["```text", *lines, "```"])

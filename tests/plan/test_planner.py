@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -408,3 +409,14 @@ def test_the_plan_of_a_run_is_that_of_the_plan_command() -> None:
     (planned,) = make_plans(plan_request(LLAMA_8B, PlanOptions(num_processes=(8,), **options)))
     assert planned.as_row() == plan.as_row()
     assert plan_line(plan).startswith("GPU memory: ")
+
+
+def test_a_plan_of_the_model_with_most_tensors_makes_few_calls() -> None:
+    """Names are matched once per tensor, and sums of tensors made once per model."""
+    asked, calls = plan_request("microsoft/Phi-4-multimodal-instruct", PlanOptions(gpu="h100", num_processes=(8,))), []
+    sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+    try:
+        make_plans(asked)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 800_000

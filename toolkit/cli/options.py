@@ -65,6 +65,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@functools.cache
 def _field_parameters(options_type: type) -> list[inspect.Parameter]:
     hints = get_type_hints(options_type, include_extras=True)
     found = []

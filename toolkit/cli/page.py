@@ -30,7 +30,8 @@ import typer
 from toolkit.cli.plan import plan, recommend
 from toolkit.entry_point import print_message
 from toolkit.errors import ToolkitError, shown
-from toolkit.models.hub import CONFIG, no_such_model
+from toolkit.models.config_fields import CONFIG
+from toolkit.models.hub import no_such_model
 from toolkit.plan.options import PlanOptions, RecommendOptions
 
 OPTIONS = {"plan": PlanOptions, "recommend": RecommendOptions}

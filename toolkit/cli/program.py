@@ -5,24 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from toolkit._version import __version__
-from toolkit.cli.checkpoint import checkpoint_app
-from toolkit.cli.cluster import cluster_app
-from toolkit.cli.config_files import convert_config, diff, lint
-from toolkit.cli.doctor import doctor, env
 from toolkit.cli.options import expand_words
-from toolkit.cli.page import page
-from toolkit.cli.plan import plan, recommend, rehearse
-from toolkit.cli.presets import preset_app, presets
-from toolkit.cli.simulate import simulate_app
-from toolkit.cli.train import compare, report, train, tune
 from toolkit.entry_point import exit_code_of
 from toolkit.errors import EXIT_DONE, EXIT_INVALID_INPUT, ToolkitError
 from toolkit.files.secrets import hide_words
@@ -62,20 +53,18 @@ class HelpBySection(TyperGroup):
                 formatter.write_dl(rows)
 
 
-app = typer.Typer(
-    cls=HelpBySection,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables cut the names of options to fit 100 columns
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "token_normalize_func": option_word,
-    },
-)
+SECTIONS = {
+    "Before a run": (
+        *("plan.recommend", "plan.plan", "page.page", "plan.rehearse", "presets.presets", "presets.preset_app"),
+        *("config_files.lint", "config_files.diff", "config_files.convert_config", "simulate.simulate_app"),
+    ),
+    "Run": ("train.train", "cluster.cluster_app"),
+    "Compare": ("train.compare", "train.tune", "train.report"),
+    "Repair": ("doctor.doctor", "doctor.env", "checkpoint.checkpoint_app"),
+}
+"""Modules of `toolkit.cli` with a command, or a group of commands, by the heading of `--help`."""
 
 
-@app.callback()
 def toolkit(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit; also after any command.")
@@ -84,28 +73,39 @@ def toolkit(
     """Fine-tune on several GPUs with a preset you chose, and compare presets on the same job."""
 
 
-SECTIONS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
-    "Before a run": (
-        *(recommend, plan, page, rehearse, presets, ("preset", preset_app), lint, diff, convert_config),
-        ("simulate", simulate_app),
-    ),
-    "Run": (train, ("cluster", cluster_app)),
-    "Compare": (compare, tune, report),
-    "Repair": (doctor, env, ("checkpoint", checkpoint_app)),
-}
-"""Commands, and groups of commands by their names, by the heading of `--help`."""
-for heading, commands in SECTIONS.items():
-    for command in commands:
-        if isinstance(command, tuple):
-            app.add_typer(command[1], name=command[0], cls=HelpBySection, rich_help_panel=heading)
+def app_with(name: str | None = None) -> typer.Typer:
+    """Return the app with one command, or with all where none is named so: making these takes as long as a plan."""
+    app = typer.Typer(
+        cls=HelpBySection,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich's tables cut the names of options to fit 100 columns
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 100,
+            "token_normalize_func": option_word,
+        },
+    )
+    app.callback()(toolkit)
+    commands = {
+        attribute.removesuffix("_app").replace("_", "-"): (heading, module, attribute)
+        for heading, places in SECTIONS.items()
+        for module, attribute in (place.split(".") for place in places)
+    }
+    for each in [name] if name in commands else commands:
+        heading, module, attribute = commands[each]
+        command = getattr(import_module(f"toolkit.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=each, cls=HelpBySection, rich_help_panel=heading)
         else:
             app.command(rich_help_panel=heading)(command)
+    return app
 
 
 @cache
-def program() -> Any:
-    """Return the group of all commands, made once: Typer makes all of them again whenever its app is called."""
-    return typer.main.get_command(app)
+def program(name: str | None = None) -> Any:
+    """Return the group of all commands, or of one, made once: Typer makes them again whenever its app is called."""
+    return typer.main.get_command(app_with(name))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -130,7 +130,7 @@ def _run_command(argv: list[str]) -> int | None:
         print(help_text("toolkit train ... --"))
         return EXIT_DONE
     try:
-        code: int | None = program()(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
+        code: int | None = program(*argv[:1])(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
         if refusal := _usage_error(error):
             raise refusal from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
@@ -207,7 +208,7 @@ class Engine:
         return ModelStates(
             parameter_bytes=weights.held_bytes(settings.element_bytes, settings.trained_bytes),
             gradient_bytes=settings.trained_bytes * (weights.num_trained + whole_embedding),
-            optimizer_bytes=state_bytes(optimizer, weights, elements_of, settings),
+            optimizer_bytes=state_bytes(optimizer, weights, elements_of, settings.trained_bytes),
         )
 
     def buffers(
@@ -345,8 +346,9 @@ class PlannedStep(Protocol):
     def largest_stage(self) -> int: ...
 
 
+@lru_cache(maxsize=64)  # of whole tensors they are the same under every preset
 def state_bytes(
-    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], engine: EngineSettings
+    optimizer: OptimizerSpec, weights: JobWeights, share: Callable[[Tensor], int], trained_bytes: int
 ) -> int:
     """States of the rows of each tensor that a rank holds. torch's have the dtype of what they update."""
     outer = set(weights.shape.outer)  # hundreds of tensors are looked up in it
@@ -358,13 +360,14 @@ def state_bytes(
             count=count,
             is_embedding=tensor.is_embedding,
             is_hidden_matrix=tensor.is_linear_weight and tensor not in outer,
-            is_projected=tensor.is_linear_weight
+            is_projected=bool(optimizer.targets)
+            and tensor.is_linear_weight
             and not tensor.is_embedding
             and optimizer.projects(_module(tensor, outer)),
         )
 
     held_bytes = optimizer.state_bytes(held(tensor, count) for tensor, count in weights.trained)
-    return held_bytes * engine.trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
+    return held_bytes * trained_bytes // FP32_BYTES if optimizer.follows_weights else held_bytes
 
 
 def _module(tensor: Tensor, outer: Set[Tensor]) -> str:

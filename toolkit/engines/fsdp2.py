@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.engines.engine import PARTS, Engine, EngineSettings, PlannedStep, Sharding, state_bytes
-from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch, round_up
+from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, rows_share, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
 from toolkit.models.shape import Layer, Tensor
@@ -100,7 +100,7 @@ class FullyShard(Engine):
         return ModelStates(
             parameter_bytes=settings.trained_bytes * trained + frozen_bytes * frozen + weights.constant_bytes,
             gradient_bytes=settings.trained_bytes * trained,
-            optimizer_bytes=state_bytes(optimizer, weights, share, settings),
+            optimizer_bytes=state_bytes(optimizer, weights, share, settings.trained_bytes),
             persistent_bytes=weights.constant_bytes,
         )
 
@@ -188,14 +188,16 @@ class Fsdp2(FullyShard):
         steps, element_bytes, ranks = step.accumulation_steps, step.engine.element_bytes, step.engine.shard_ranks
         replicas = step.world_size // ranks
         inside = partial(Collective, group_size=ranks, group="replica" if replicas > 1 else "all")
+        weights, calls = step.weights, steps * len(step.weights.units)
+        gathered = total((*weights.trained, *weights.frozen), partial(_padded, ranks=ranks))
         embedding = () if step.shape.tied_embeddings else tuple(t for t in step.shape.outer if t.is_embedding)[:1]
-        regathered = () if step.engine.sharding == "shard_grad_op" else (*step.weights.units[:-1], embedding)
-        for phase, units in (("forward", step.weights.units), ("backward", regathered)):
-            payload = steps * element_bytes * _padded_rows(units, ranks)
-            yield inside("all_gather", f"parameters in the {phase}", payload, steps * len(units))
+        regathered = gathered - _padded_rows(weights.units[-1:], ranks) + _padded_rows([embedding], ranks)
+        yield inside("all_gather", "parameters in the forward", steps * element_bytes * gathered, calls)
+        if step.engine.sharding != "shard_grad_op":
+            yield inside("all_gather", "parameters in the backward", steps * element_bytes * regathered, calls)
         reductions = 1 if step.job.keeps_whole_gradients else steps
-        payload = reductions * element_bytes * _padded_rows(step.trained, ranks)
-        calls = reductions * len(step.weights.units)
+        payload = reductions * element_bytes * total(weights.trained, partial(_padded, ranks=ranks))
+        calls = reductions * len(weights.units)
         yield inside("reduce_scatter", "gradients", payload, calls)
         between = partial(Collective, group_size=replicas, group="replicas")
         yield between("all_reduce", "gradients between replicas", payload // ranks, calls)
@@ -280,8 +282,11 @@ def _at_load_group(
 
 def _padded_rows(units: Iterable[Layer], ranks: int) -> int:
     """Elements under FSDP2: the first dimension of each tensor is rounded up to a multiple of the ranks."""
-    tensors = (tensor for unit in units for tensor in unit if tensor.shape)
-    return sum(round_up(each.shape[0], ranks) * (each.num_elements // max(each.shape[0], 1)) for each in tensors)
+    return sum(_padded(tensor, ranks) for unit in units for tensor in unit)
+
+
+def _padded(tensor: Tensor, ranks: int) -> int:
+    return ranks * rows_share(tensor.shape, ranks=ranks) if tensor.shape else 0
 
 
 def uses_fsdp() -> bool:

@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError, did_you_mean
 from toolkit.files.documents import read_json_object, unexpected
 from toolkit.units import MIB
 
+CONFIG = "config.json"
 MISSING = object()
 # Word in a field's name -> largest value, about ten times that of the largest published models: anything above is a
 # typing error, or an attempt to exhaust the memory of whoever builds the model.

@@ -16,8 +16,8 @@ from toolkit.files import write_text
 from toolkit.files.documents import MAX_SHOWN_PATH, MAX_TEXT_BYTES
 from toolkit.files.paths import cache_folder, home_folder, user_path
 from toolkit.hardware.system_text import text_of
+from toolkit.models.config_fields import CONFIG
 
-CONFIG = "config.json"
 HUB_SECONDS = 10
 UNGATED = "Qwen/Qwen3-8B"
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"

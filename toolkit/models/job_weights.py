@@ -58,7 +58,7 @@ class JobWeights:
         """Tensors without gradients, as they are stored."""
         if self.adapters is not None:
             return self._counted(self.stored, self.shape.outer)
-        return tuple((tensor, 1) for tensor in self.shape.outer if tensor not in self.trained_outer)
+        return tuple((tensor, 1) for tensor in self.shape.outer if self.frozen_tower and is_of_images(tensor))
 
     @cached_property
     def trained_outer(self) -> Layer:

@@ -30,10 +30,9 @@ from toolkit.files.documents import LOADER, parse_json, read_json, read_json_obj
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
-from toolkit.models.config_fields import ConfigFields, read_config
+from toolkit.models.config_fields import CONFIG, ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
 from toolkit.models.families import COUNTED, NO_DIMENSIONS, family_count
-from toolkit.models.hub import CONFIG, download_config
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import patches_per_token
 from toolkit.versions import installed_version, model_types
@@ -94,7 +93,7 @@ def count_shape(config: Path, values: Mapping[str, Any], *, waits: bool = True) 
     cannot build a language model from it.
     """
     if (bundled := bundled_count(values)) is not None:
-        return shape_from_counted(read_json(bundled))
+        return shape_from_counted(json.loads(bundled.read_text()))
     path, error = cached_count(values), missing_package(*COUNTING_LIBRARIES)
     if (error or config in known_models().values()) and (scaled := _scaled_from_family(values)):
         return scaled
@@ -353,6 +352,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
         _say_once(f"{model}: planned with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
     try:
+        from toolkit.models.hub import download_config  # with http.client and ssl
+
         return download_config(name)
     except ToolkitError as error:
         if kind := next(

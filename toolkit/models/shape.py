@@ -26,7 +26,8 @@ TOWER = re.compile(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Without slots, so that what a name says is found once per tensor, and not in each of thousands of sums.
+@dataclass(frozen=True, kw_only=True)
 class Tensor:
     """One parameter tensor, named relative to its layer, or to the model if it is outside the layers."""
 
@@ -35,43 +36,43 @@ class Tensor:
     in_linear: bool | None = None
     """True if it belongs to a linear layer, as counting found; None: to be told by its name."""
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def has_weight_decay(self) -> bool:
         """True if the Trainer puts this tensor into the parameter group with weight decay."""
         return NO_WEIGHT_DECAY.search(self.name.lower()) is None
 
-    @property
+    @cached_property
     def is_expert(self) -> bool:
         """True for the fused weights of a mixture's experts."""
         return EXPERTS.search(self.name) is not None
 
-    @property
+    @cached_property
     def is_linear_weight(self) -> bool:
         """True for the weight of a linear layer; fused experts and their router are not linear layers."""
         is_weight = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_weight and (self.name != ROUTER if self.in_linear is None else self.in_linear)
 
-    @property
+    @cached_property
     def is_fused_experts(self) -> bool:
         """True for one weight of all experts of a layer; their biases have two dimensions."""
         return self.is_expert and len(self.shape) == 3
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """True for what QLoRA holds in 4 bits."""
         return self.is_linear_weight or self.is_fused_experts
 
-    @property
+    @cached_property
     def is_embedding(self) -> bool:
         """True for token and position embeddings, by the names that transformers gives them."""
         return any(word in self.name for word in ("embed", "wte", "wpe")) and not self.in_tower
 
-    @property
+    @cached_property
     def in_tower(self) -> bool:
         """True for an encoder of images or sound, and for its projector."""
         return TOWER.search(self.name) is not None

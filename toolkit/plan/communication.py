@@ -9,7 +9,7 @@ the few bytes of losses, norms, flags, attention's statistics, token counts, rou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 from toolkit.engines.planned import Collective
 from toolkit.parallel.layout import ParallelLayout
@@ -21,6 +21,7 @@ def communication_bytes(collectives: Iterable[Collective]) -> int:
     return sum(collective.sent_bytes for collective in collectives)
 
 
+@lru_cache(maxsize=64)  # for the time of a step, and for its bytes
 def step_collectives(setup: TrainingSetup) -> tuple[Collective, ...]:
     """Return all collectives of one optimizer step, its accumulation steps included."""
     planned = (*setup.preset.traits.collectives(setup), *_scoring(setup), *split_collectives(setup))

@@ -379,7 +379,8 @@ def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
 
 def with_workspaces(job: PlannedJob, gpu: Gpu) -> PlannedJob:
     """Return the job with the workspaces that torch has on a GPU."""
-    return replace(job, workspace_bytes=BLAS_HANDLES * gpu.blas_workspace_bytes)
+    workspace_bytes = BLAS_HANDLES * gpu.blas_workspace_bytes
+    return job if job.workspace_bytes == workspace_bytes else replace(job, workspace_bytes=workspace_bytes)
 
 
 def check_world_size(world_size: int) -> None:

@@ -265,7 +265,7 @@ def _job_of(request: PlanRequest, preset: PresetSpec) -> PlannedJob:
     planned = {name for each in request.presets for name in each.parallel}
     others = [name for name in request.job.degrees if name in planned and name not in preset.parallel]
     if "pp" not in preset.parallel and "pp" in planned:
-        others += ["pipeline_schedule", "pipeline_chunks"]
+        others += [name for name in ("pipeline_schedule", "pipeline_chunks") if request.job.value(name) is not None]
     return replace(request.job, **dict.fromkeys(others)) if others else request.job  # type: ignore[arg-type]
 
 
@@ -306,7 +306,7 @@ def _smallest_world_size(request: PlanRequest, preset: PresetSpec) -> int | None
     Memory does not always fall with the GPUs: fused experts are padded, so 8 on 64 GPUs take eight times the space.
     """
     sizes = [1 << power for power in range(LARGEST_WORLD_SIZE.bit_length())]
-    supported = [size for size in sizes if why_unsupported(request, preset, size) is None]
+    supported = (size for size in sizes if why_unsupported(request, preset, size) is None)
 
     def fits(size: int) -> bool:
         return smallest_plan(request, preset, size).fits

@@ -12,7 +12,8 @@ from functools import lru_cache
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
-from toolkit.models.optimizers import UpdatedTensor
+from toolkit.models.job_weights import JobWeights
+from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
@@ -152,8 +153,8 @@ def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calib
     if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
         return 0.0
     passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
-    tensors = [tensor for unit in setup.weights.adapter_units for tensor in unit]
-    widths = sum(each.shape[-1] if ".lora_A." in each.name else each.shape[0] for each in tensors)
+    trained = setup.weights.trained
+    widths = sum((each.shape[-1] if ".lora_A." in each.name else each.shape[0]) * count for each, count in trained)
     decoded = sum(tensor.num_elements * count for tensor, count in setup.weights.in_4bit) * DEQUANTIZED_BYTES
     moved = own_tokens * calibration.adapter_bytes * widths + setup.accumulation_steps * decoded
     return passes * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
@@ -178,7 +179,7 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     forward, backward = AUTOCAST_OPERATIONS if setup.engine.autocasts else HOST_OPERATIONS
     forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
     operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
-    adapters = sum(".lora_A." in tensor.name for unit in setup.weights.adapter_units for tensor in unit)
+    adapters = sum(count for tensor, count in setup.weights.trained if ".lora_A." in tensor.name)
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)
     seconds = operations * calibration.host_seconds
@@ -200,10 +201,14 @@ def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float
     bandwidth = interconnect.gpu.memory_bytes_per_second
     if setup.preset.offload_optimizer or bandwidth is None:
         return 0.0
-    tensors = (UpdatedTensor(shape=tensor.shape, count=count) for tensor, count in setup.weights.trained)
-    states = setup.job.optimizer.state_bytes(tensors) / max(setup.weights.num_trained, 1)
+    states = _state_bytes(setup.weights, setup.job.optimizer) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
     return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
+
+
+@lru_cache(maxsize=64)  # the same under all presets
+def _state_bytes(weights: JobWeights, optimizer: OptimizerSpec) -> int:
+    return optimizer.state_bytes(UpdatedTensor(shape=each.shape, count=count) for each, count in weights.trained)
 
 
 def offload_seconds(setup: TrainingSetup, interconnect: Interconnect, nvme: int | None) -> Estimate:

@@ -88,7 +88,7 @@ def preset_names() -> list[str]:
 
 def list_presets() -> list[Preset]:
     """Return all presets that ship with the toolkit, sorted by name."""
-    return [load_preset(name) for name in preset_names()]
+    return [read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml") for name in preset_names()]
 
 
 def load_preset(name: str) -> Preset:
