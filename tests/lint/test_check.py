@@ -133,3 +133,11 @@ def test_settings_inside_of_a_yaml_are_linted_on_the_lines_that_they_have_there(
 def test_our_own_files_have_no_finding_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert lint_paths([ROOT / "accelerate_configs", ROOT / "ds_configs"]).findings == []
+
+
+def test_a_word_is_checked_with_the_library_that_reads_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: FDSP\n")
+    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}\n')
+    (tmp_path / "c.yaml").write_text("per_device_train_batch_size: 1\noutput_dir: o\neval_strategy: step\n")
+    found = [each.checked_against.split()[0] for each in lint_paths([tmp_path]).findings if "one of" in each.message]
+    assert found == ["accelerate", "deepspeed", "transformers"]

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.convert.programs import A_SCRIPT, OPEN_INSTRUCT
@@ -20,6 +20,7 @@ from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import (
+    ENGINE_FILES,
     LINTED_SUFFIXES,
     OUR_PROGRAMS,
     TRAINER,
@@ -240,6 +241,8 @@ def _matches(document: Document) -> Iterator[tuple[LintRule, Match]]:
         installed = installed_version(rule.library) if rule.removed_in else None
         is_older = installed is not None and version_numbers(installed) < version_numbers(rule.removed_in or "")
         if document.kind in rule.kinds and not is_older:
+            if rule.library == "transformers" and TRAINER in rule.kinds and document.kind in ENGINE_FILES:
+                rule = replace(rule, library=document.kind)  # which reads this file
             for match in rule.check(document):
                 yield rule, match
 
