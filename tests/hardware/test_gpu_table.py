@@ -22,6 +22,10 @@ from toolkit.units import GIB
         ("AMD Instinct MI300X", "mi300x"),
         ("H200", "h200"),
         ("a100_80gb", "a100-80gb"),
+        ("v100-32", "v100-32gb"),
+        ("4060-ti-16gb", "rtx-4060-ti-16gb"),
+        ("4070 Ti SUPER", "rtx-4070-ti-super"),
+        ("6000 ada", "rtx-6000-ada"),
     ],
 )
 def test_a_gpu_is_found_by_the_name_its_driver_prints(driver_name: str, name: str) -> None:
@@ -36,11 +40,30 @@ def test_an_unknown_name_is_refused_with_the_nearest_gpu_and_one_that_means_seve
     assert known_gpu("NVIDIA P4") is None
 
 
-@pytest.mark.parametrize("name", ["P100", "H10", "RTX A", "Tesla K80", "hopper"])
+@pytest.mark.parametrize("name", ["P100", "H10", "RTX A", "Tesla K80", "hopper", "3080 Ti", "rtx-3090ti", "4080 super"])
 def test_a_card_of_another_number_or_family_is_no_guess(name: str) -> None:
     with pytest.raises(ToolkitError, match=r"unknown GPU(?s:.*)hint: For other GPUs"):
         find_gpu(name)
     assert [find_gpu(each).name for each in ("h20", "A800", "RTX 3060")] == ["h20-96gb", "a800-80gb", "rtx-3060"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h20", "h20: 95.0 GiB assumed; with 141 GB `--gpu h20-141gb`"),
+        ("rtx 3080", "rtx 3080: 9.8 GiB assumed; with 12 GB `--gpu-memory-gib 12`"),
+        ("h20-96", ""),
+        ("h20-141gb", ""),
+        ("h100", ""),
+    ],
+)
+def test_a_name_of_cards_with_several_memory_sizes_says_which_is_assumed(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_or_visible_gpu(name)
+    assert capsys.readouterr() == ("", f"{said}\n" if said else "")
+    assert named_or_visible_gpu(name, has_memory=True) == find_gpu(name)  # another size is given
+    assert capsys.readouterr().err == ""
 
 
 def test_no_two_gpus_share_a_name() -> None:

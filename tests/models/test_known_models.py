@@ -17,6 +17,7 @@ from launching import ROOT, nightly
 
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
+from toolkit.hardware.gpu_table import custom_gpu
 from toolkit.models import read_model as reading
 from toolkit.models.families import COUNTED, TERMS, family_count
 from toolkit.models.read_model import _say_once, bundled_models, config_path, known_models, read_model
@@ -137,9 +138,13 @@ def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path, monkey
         "google/flan-t5-base": "an encoder with",
         "openai/whisper-tiny": "a model of sound",
         "BAAI/bge-base": "an emb",
+        "openai/clip-vit-base-patch16": "a model of images",
     }
     for name, kind in ids.items():  # its configuration cannot be read
         with pytest.raises(ToolkitError, match=f"{name}, by its name, is {kind}"):
+            config_path(name)
+    for name in ("bartowski/Qwen_Qwen3-8B-GGUF", "Robert/llm-7b", "OmniTech/llm-7b"):  # an owner is no kind of model
+        with pytest.raises(ToolkitError, match="the hub cannot be reached"):
             config_path(name)
     with pytest.raises(ToolkitError, match="unknown model_type 'mimi2'"):
         read_model(written(tmp_path, "mimi2"))
@@ -250,6 +255,10 @@ def test_activations_that_could_not_be_counted_are_named_in_the_first_line() -> 
     request = replace(request, shape=shape)
     line = summary(PlanAnswer(request=request, plans=make_plans(request)))
     assert line.startswith("fits on")
+    assert "(margin: activations estimated as Llama's)" in line
+    request = replace(request, gpu=custom_gpu(request.gpu, memory_gib=8))
+    line = summary(PlanAnswer(request=request, plans=make_plans(request)))
+    assert line.startswith("does not fit on")  # its estimate may be too high, too
     assert "(margin: activations estimated as Llama's)" in line
 
 

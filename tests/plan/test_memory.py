@@ -38,6 +38,9 @@ def test_a_verdict_leaves_a_margin_for_everything_but_the_model_states() -> None
     assert plans[0].peak == plans[1].peak  # the same numbers, less believed
     memory = round(1.2 * plans[0].planned_peak_bytes)
     assert [memory_verdict(plan, memory_bytes=memory) for plan in plans] == ["fits", "too_close"]
+    memory = plans[0].least_peak_bytes - 1
+    assert [memory_verdict(plan, memory_bytes=memory) for plan in plans] == ["does_not_fit", "too_close"]
+    assert memory_verdict(plans[1], memory_bytes=plans[1].lowest_peak_bytes - 1) == "does_not_fit"
 
 
 @pytest.mark.parametrize("preset", ["fsdp2", "zero3", "ddp"])

@@ -309,6 +309,21 @@ def test_a_quantized_checkpoint_is_refused(command: str, tmp_path: Path, capsys:
     assert "--load-in-4bit" in err
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_checkpoint_that_training_dequantizes_is_planned_in_bf16_and_says_so(
+    method: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    fields = json.loads(LLAMA_8B_CONFIG.read_text()) | {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    job = ["--num-processes", "8", "--gpu", "h100", "--preset", "zero3"]
+    (_, stored, said), (_, plain, silent) = (
+        run_command(["plan", str(model), *job], capsys) for model in (tmp_path, LLAMA_8B_CONFIG)
+    )
+    assert stored == plain
+    assert f"its {method} weights are planned as training loads them, dequantized to bf16" in said
+    assert "dequantized" not in silent
+
+
 def test_only_what_a_test_has_compared_is_called_exact() -> None:
     """A table says which architectures and methods were compared; its own test goes over it."""
     for how in ({"lora_r": 8}, {"lora_r": 8, "lora_target_modules": ("q_proj",)}):

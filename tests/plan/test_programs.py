@@ -221,6 +221,16 @@ def test_two_settings_are_named_together_where_neither_makes_a_job_fit_alone(cap
     assert [each.startswith("fits") for each in verdicts] == [True, False, False]
 
 
+def test_settings_that_are_named_together_fit_when_they_are_typed_though_several_options_are_open(capsys: Any) -> None:
+    """Attention and `zero.Init` are open, and each alone would be too much."""
+    job = "--program trl --gpu a100-80gb --num-processes 8 --preset zero3 --lora-r 16 --max-seq-length 2048"
+    words = ["plan", "Qwen/Qwen3-30B-A3B", *job.split(), "--per-device-train-batch-size", "2"]
+    said = run_command(words, capsys)[1].splitlines()[0]
+    named = re.findall("`(--[^`]*)`", said.split("it fits with")[1])
+    assert len(named) == 2
+    assert run_command([*words, *" ".join(named).split()], capsys)[1].startswith("fits on")
+
+
 @pytest.mark.parametrize(
     "job", ["trl --method grpo --preset zero3", "trl --preset fsdp2", "axolotl --lora-r 16 --preset zero3_cpu_offload"]
 )

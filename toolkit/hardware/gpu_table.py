@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ class Gpu:
     source: str
     host: tuple[int, str] | None = None
     """Host memory per GPU in GiB, and a node that has it; of an instance type, the least that several GPUs have."""
+    other_gb: str = ""
+    """Memory of other cards with the same name, in GB."""
     shared_by: int = 1
     """Ranks that share the card, of which this is one's part."""
 
@@ -124,7 +127,9 @@ def find_gpu(name: str) -> Gpu:
     if meant:
         raise ToolkitError(f"{name!r} may be {' or '.join(meant)}", hint=f"name one, as in `--gpu {meant[0]}`")
     # Another number is another card, and so is another first letter: `p100` is no `h100`.
+    # A `ti` or `super` is another one too.
     same = [other for other in _BY_KEY if _digits(other) == _digits(key) and other[0] == key[:1]]
+    same = [other for other in same if other.endswith(("ti", "super")) == key.endswith(("ti", "super"))]
     close = nearest(key, same)
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
@@ -135,7 +140,8 @@ def find_gpu(name: str) -> Gpu:
 
 def known_gpu(name: str) -> Gpu | None:
     """Return the GPU as `find_gpu` does, or None for a name that is not in the table."""
-    return _BY_KEY.get(_key(name))
+    spellings = (start + _key(name) + end for end in ("", "b", "gb") for start in ("", "rtx"))
+    return next((_BY_KEY[each] for each in spellings if each in _BY_KEY), None)
 
 
 def common_gpu(names: Iterable[str]) -> Gpu | None:
@@ -150,7 +156,10 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
     Raises ToolkitError for an unknown name, and without a name where no GPU, or more than one kind, is visible.
     """
     if name is not None:
-        return find_gpu(name)
+        gpu = find_gpu(name)
+        if not has_memory:
+            _say_which_memory(name, gpu)
+        return gpu
     if has_memory:
         return None
     names = sorted(set(gpu_names())) if count_gpus() else []
@@ -161,6 +170,15 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
         f"--gpu is missing, and {found}",
         hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed",
     )
+
+
+def _say_which_memory(name: str, gpu: Gpu) -> None:
+    """Name the other memory of cards with this name, where the name does not say which one is meant."""
+    size = re.search(r"(\d+)gb$", gpu.name)
+    if gpu.other_gb and not (size and size[1] in name):
+        other = known_gpu(f"{name}-{gpu.other_gb}gb")
+        option = f"--gpu {other.name}" if other else f"--gpu-memory-gib {gpu.other_gb}"
+        print(f"{name}: {gpu.memory_gib:.1f} GiB assumed; with {gpu.other_gb} GB `{option}`", file=sys.stderr)
 
 
 def chosen_gpu(name: str | None, *, memory_gib: float | None, **numbers: float | None) -> Gpu:
@@ -228,6 +246,7 @@ def _read_table() -> tuple[Gpu, ...]:
                 pcie_generation=int(row["pcie_generation"]),
                 source=row["source"],
                 host=(int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None,
+                other_gb=row["other_gb"],
             )
         )
     return tuple(gpus)

@@ -225,6 +225,7 @@ def check_unquantized(model: str) -> None:
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         if method in DEQUANTIZED_METHODS:
+            _say_once(f"{model}: its {method} weights are planned as training loads them, dequantized to bf16")
             return
         raise ToolkitError(
             f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
@@ -342,7 +343,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
         raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
     if known and name in known_models():
-        if re.search(MODEL_TYPES["words_of_hub_ids"]["an embedding model"], name.lower()):
+        if _kind_by_name(name) == "an embedding model":
             _say_once(
                 f"{model}: planned as a language model, with head and logits; a loss of embeddings is not planned"
             )
@@ -356,9 +357,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
 
         return download_config(name)
     except ToolkitError as error:
-        if kind := next(
-            (kind for kind, words in MODEL_TYPES["words_of_hub_ids"].items() if re.search(words, name.lower())), None
-        ):
+        if kind := _kind_by_name(name):
             raise _no_decoder(f"{name}, by its name,", kind) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
         # a typing error changes no number: with another one it is another size or generation
@@ -371,6 +370,12 @@ def config_path(model: str, *, known: bool = True) -> Path:
         in_4bit = " with `--lora-r 16 --load-in-4bit`" if stored else ""
         guess = f"did you mean `{close}`" if close else f"if it is a fine-tune, plan its base, maybe `{base}`"
         raise ToolkitError(error.message, hint=f"{guess}{in_4bit}? Or {error.hint}") from None
+
+
+def _kind_by_name(name: str) -> str | None:
+    """What a hub id says of its model, without its owner: `bartowski` has quantized copies, and no BART."""
+    short = name.lower().rpartition("/")[2]
+    return next((kind for kind, words in MODEL_TYPES["words_of_hub_ids"].items() if re.search(words, short)), None)
 
 
 def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:

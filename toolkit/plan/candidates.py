@@ -147,12 +147,14 @@ class Candidate:
         possible, more, reason = plan.possible_peak_bytes, "", f"margin: {plan.margin.reason}"
         if plan.least_peak_bytes > gpu_bytes and self.verdict == TOO_CLOSE:
             more = f" planned, from {tenths_of_gib(plan.lowest_peak_bytes)} possible,"
-            reason = "with shorter rows, unless `--equal-lengths`, and a plan 15 % too high"
+            if plan.least_reading is not None:
+                reason = "with shorter rows, unless `--equal-lengths`, and a plan 15 % too high"
         elif plan.least_peak_bytes <= gpu_bytes:
             more = f" planned, up to {tenths_of_gib(possible)} possible," if possible else " planned"
             if possible is not None and possible <= gpu_bytes and plan.other and self.verdict == TOO_CLOSE:
                 reason = plan.other.text
-        wide = self.verdict == TOO_CLOSE or (more and self.request.shape.activations_from in ("llama", "family"))
+        source = self.request.shape.activations_from
+        wide = self.verdict == TOO_CLOSE or source == "llama" or (more and source == "family")
         why = f" ({reason})" if wide and not self.host_refusal else ""
         return f"{tenths_of_gib(plan.planned_peak_bytes)} GiB{more} of {tenths_of_gib(gpu_bytes)}{why}"
 

@@ -128,9 +128,11 @@ class MemoryPlan:
 
     @cached_property
     def lowest_peak_bytes(self) -> int:
-        """The same in the reading with least memory; of another program's job, less what plans may be too high."""
+        """The same in the reading with least memory, less what plans of other programs or Llama's may be too high."""
         if self.least_reading is None:
-            return self.least_peak_bytes
+            rest = self.least_peak_bytes - self.peak.state_bytes
+            more = UNCERTAINTY_UNKNOWN if self.margin.of_rest == UNCERTAINTY_UNKNOWN else 0
+            return self.peak.state_bytes + int(rest / (1 + more))
         return int(self.least_reading().least_peak_bytes / OVERPLANNED)
 
     @property
@@ -233,7 +235,7 @@ def _margin_of_another_program(engine: EngineSettings, shape: ModelShape, job: P
     who = "another program" if job.numerics.program == TOOLKIT else job.numerics.program
     of_rest, share = UNCERTAINTY_UNKNOWN if shape.activations_from == "llama" else 0, OF_GPU.get(group)
     if share is None:
-        return Margin(of_rest=of_rest, of_all=None, reason=f"not known for jobs of {who} {group}: rehearse it")
+        return Margin(of_rest=of_rest, of_all=None, reason=f"not known for jobs of {who} {group}")
     reason = f"a job of {who} {group} fits up to {share:.0%} of a GPU"
     return Margin(of_rest=of_rest, of_all=1 / share - 1, reason=reason)
 

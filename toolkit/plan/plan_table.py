@@ -155,9 +155,12 @@ def summary(answer: PlanAnswer) -> str:
 
 def settings_that_fit(plan: Plan) -> list[str]:
     """Return up to two settings that each make a plan fit that is too close to call; or a pair, where none does."""
-    job, other = plan.job, plan.memory.other
-    changes: dict[str, dict[str, Any]] = {f"`{other.option}`": {"not_given": ()}} if other else {}
-    changes |= {
+    job = plan.job
+    decided = {
+        f"`{each.option}`": each.option.split()[0].removeprefix("--").replace("-", "_")
+        for each in sorted(plan.memory.readings(), reverse=True)
+    }
+    changes: dict[str, dict[str, Any]] = {
         "`--activation-checkpointing`": {} if job.activation_checkpointing else {"activation_checkpointing": True},
         "`--loss chunked`": {"loss": "chunked"} if job.loss in ("full", "upcast") else {},
         "`--expandable-segments`": {"numerics": replace(job.numerics, expandable_segments=True)},
@@ -165,10 +168,11 @@ def settings_that_fit(plan: Plan) -> list[str]:
     if (half := job.per_device_train_batch_size // 2) >= job.method.smallest_batch:
         changes[f"`--per-device-train-batch-size {half}`"] = {"per_device_train_batch_size": half}
     changes[f"`--max-seq-length {job.max_seq_length // 2}`"] = {"max_seq_length": job.max_seq_length // 2}
-    ways = [name for name, new in changes.items() if new and new != {"numerics": job.numerics}]
+    ways = [*decided, *(name for name, new in changes.items() if new and new != {"numerics": job.numerics})]
 
     def fit(*names: str) -> bool:
-        new = {option: value for name in names for option, value in changes[name].items()}
+        new = {option: value for name in names for option, value in changes.get(name, {}).items()}
+        new["not_given"] = tuple(each for each in job.not_given if each not in {decided.get(name) for name in names})
         return candidate_of(plan.request, plan.preset, replace(job, **new)).fits
 
     pairs = (pair for pair in itertools.combinations(ways, 2) if fit(*pair))
