@@ -359,3 +359,33 @@ def test_a_typing_error_and_the_base_of_a_fine_tune_are_named(monkeypatch: pytes
 @pytest.mark.parametrize("name", ["Qwen3-9B", "openbmb/MiniCPM-V-4_5", "Qwen/Qwen9-VL-7B-AWQ", "gemma-3-8b-GGUF"])
 def test_a_model_that_is_not_known_is_not_guessed(name: str) -> None:
     assert reading.made_from(name) is None
+
+
+def test_a_model_of_code_on_the_hub_is_refused_with_the_plan_of_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With transformers and without it, whether its language model's sizes are at the top or in a part."""
+    sizes = {name: read_json_object(known_models()["Qwen/Qwen2.5-7B"])[name] for name in reading.SIZES}
+    for fields in (sizes, {"llm_config": sizes}):
+        for types in (reading.model_types(), ()):
+            monkeypatch.setattr(reading, "model_types", lambda types=types: types)
+            with pytest.raises(ToolkitError, match="'minicpmv' needs code from the hub") as refused:
+                read_model(written(tmp_path, "minicpmv", **fields))
+            assert "has the sizes of Qwen/Qwen2-7B" in str(refused.value.hint)
+    with pytest.raises(ToolkitError, match="'kimi_vl' needs code") as refused:
+        read_model(written(tmp_path, "kimi_vl", **sizes | {"hidden_size": 3000}))
+    assert refused.value.hint == "plan a model of the same shape that transformers has"
+
+
+def test_types_of_the_hub_are_none_of_transformers_and_text_parts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type that transformers has by now is planned, and must leave the list."""
+    assert set(reading.MODEL_TYPES["types_of_the_hub"].split()) & set(reading.model_types()) == set()
+    assert set(reading.MODEL_TYPES["text_parts"].values()) <= set(known_models())
+
+    def no_hub(name: str) -> Path:
+        raise ToolkitError(f"{name}: no hub")
+
+    monkeypatch.setattr(reading, "download_config", no_hub)
+    with pytest.raises(ToolkitError, match="MiniCPM-V-4_5 needs code from the hub") as refused:
+        config_path("openbmb/MiniCPM-V-4_5")
+    assert "Qwen/Qwen3-8B" in str(refused.value.hint)

@@ -35,7 +35,7 @@ OTHER_TOWERS = {
 
 
 def patches_per_token(values: Mapping[str, Any]) -> int:
-    """Return how many patches of an image become one token, from the fields of a configuration or its type's default."""
+    """Return how many patches of an image become one token, from a configuration or its type's default."""
     vision = values.get("vision_config")
     vision = vision if isinstance(vision, Mapping) else {}
     side = vision.get("spatial_merge_size") or values.get("spatial_merge_size") or values.get("scale_factor")
