@@ -24,6 +24,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_table import PlanAnswer, summary
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.versions import model_types
 
 # Billions of parameters that are published where the name says none, or rounds it more than the rest.
 PUBLISHED = {
@@ -85,6 +86,7 @@ import sys
 sys.modules.update(dict.fromkeys(["torch", "transformers", "peft", "accelerate", "deepspeed"]))
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.versions import model_types
 for model in sys.argv[1:]:
     options = PlanOptions(gpu="h200", num_processes=(8,), preset=("zero3",), per_device_train_batch_size=1)
     print(model, make_plans(plan_request(model, options))[0].memory.planned_peak_bytes > 0)
@@ -367,7 +369,7 @@ def test_a_model_of_code_on_the_hub_is_refused_with_the_plan_of_its_language_mod
     """With transformers and without it, whether its language model's sizes are at the top or in a part."""
     sizes = {name: read_json_object(known_models()["Qwen/Qwen2.5-7B"])[name] for name in reading.SIZES}
     for fields in (sizes, {"llm_config": sizes}):
-        for types in (reading.model_types(), ()):
+        for types in (model_types(), ()):
             monkeypatch.setattr(reading, "model_types", lambda types=types: types)
             with pytest.raises(ToolkitError, match="'minicpmv' needs code from the hub") as refused:
                 read_model(written(tmp_path, "minicpmv", **fields))
@@ -379,7 +381,7 @@ def test_a_model_of_code_on_the_hub_is_refused_with_the_plan_of_its_language_mod
 
 def test_types_of_the_hub_are_none_of_transformers_and_text_parts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A type that transformers has by now is planned, and must leave the list."""
-    assert set(reading.MODEL_TYPES["types_of_the_hub"].split()) & set(reading.model_types()) == set()
+    assert set(reading.MODEL_TYPES["types_of_the_hub"].split()) & set(model_types()) == set()
     assert set(reading.MODEL_TYPES["text_parts"].values()) <= set(known_models())
 
     def no_hub(name: str) -> Path:

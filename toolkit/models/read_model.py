@@ -415,7 +415,7 @@ def _check_type(fields: ConfigFields) -> None:
 
 
 def _needs_code(what: str, text: str | None) -> ToolkitError:
-    hint = f"its language model has the sizes of {text}: plan that, without images" if text else None
+    hint = f"its language model has the sizes of {text}: plan that" if text else None
     hint = hint or "plan a model of the same shape that transformers has"
     return ToolkitError(f"{what} needs code from the hub, which is not run", hint=hint)
 
@@ -423,7 +423,8 @@ def _needs_code(what: str, text: str | None) -> ToolkitError:
 def text_part(values: Mapping[str, Any]) -> str | None:
     """Return the known model that has the sizes of a configuration, or of its language model's part."""
     parts = [values, *(part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict))]
-    sizes = [[part.get(name) for name in SIZES] for part in parts]
+    dense = [part for part in parts if not any("expert" in name for name in part)]
+    sizes = [[part.get(name) for name in SIZES] for part in dense]
     known = ((name, json.loads(path.read_text())) for name, path in known_models().items())
     return next((name for name, each in known if [each.get(size, 0) for size in SIZES] in sizes), None)
 
