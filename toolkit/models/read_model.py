@@ -39,7 +39,7 @@ from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
-MODEL_TYPES: dict[str, Any] = yaml.load(
+MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
     Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
 )
 COUNTING_SECONDS = 300
@@ -399,7 +399,7 @@ def _check_type(fields: ConfigFields) -> None:
     if kind := _other_kind(model_type, fields.values):
         raise _no_decoder(model_type, kind)
     types = model_types()
-    if model_type in MODEL_TYPES["types_of_the_hub"].split():
+    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split():
         raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
