@@ -25,6 +25,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.plan_table import PlanAnswer, summary
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.versions import model_types
 
 # Billions of parameters that are published where the name says none, or rounds it more than the rest.
 PUBLISHED = {
@@ -70,7 +71,7 @@ def test_every_known_model_names_its_source(shapes: dict[str, ModelShape]) -> No
     assert all(read_json_object(path).get("_source") for path in known_models().values())
     # saved activations are worked out or counted, and never estimated as another architecture's
     assert {name for name, shape in shapes.items() if shape.activations_from == "llama"} == set()
-    assert len(shapes) >= 260
+    assert len(shapes) >= 275
 
 
 def test_the_name_of_a_model_that_is_counted_needs_neither_transformers_nor_its_owner() -> None:
@@ -86,6 +87,7 @@ import sys
 sys.modules.update(dict.fromkeys(["torch", "transformers", "peft", "accelerate", "deepspeed"]))
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
+from toolkit.versions import model_types
 for model in sys.argv[1:]:
     options = PlanOptions(gpu="h200", num_processes=(8,), preset=("zero3",), per_device_train_batch_size=1)
     print(model, make_plans(plan_request(model, options))[0].memory.planned_peak_bytes > 0)
@@ -343,7 +345,7 @@ def test_a_quantized_copy_or_a_short_name_is_refused_with_the_known_model(
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-0.7B", "Qwen/Qwen1.5-5B", "OpenGVLab/InternVL3-8B", "Qwen/Qwen4-VL-8B-Instruct"]
+    "name", ["Qwen3-0.7B", "Qwen/Qwen1.5-5B", "OpenGVLab/InternVL2-8B", "Qwen/Qwen4-VL-8B-Instruct"]
 )
 def test_another_size_or_generation_is_no_typing_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -368,3 +370,29 @@ def test_a_typing_error_and_the_base_of_a_fine_tune_are_named(monkeypatch: pytes
 @pytest.mark.parametrize("name", ["Qwen3-9B", "openbmb/MiniCPM-V-4_5", "Qwen/Qwen9-VL-7B-AWQ", "gemma-3-8b-GGUF"])
 def test_a_model_that_is_not_known_is_not_guessed(name: str) -> None:
     assert reading.made_from(name) is None
+
+
+def test_a_model_of_code_on_the_hub_is_refused_with_the_plan_of_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With transformers and without it, whether its language model's sizes are at the top or in a part."""
+    sizes = {name: read_json_object(known_models()["Qwen/Qwen2.5-7B"])[name] for name in reading.SIZES}
+    for fields in (sizes, {"llm_config": sizes}):
+        for types in (model_types(), ()):
+            monkeypatch.setattr(reading, "model_types", lambda types=types: types)
+            with pytest.raises(ToolkitError, match="'minicpmv' needs code from the hub") as refused:
+                read_model(written(tmp_path, "minicpmv", **fields))
+            assert "has the sizes of Qwen/Qwen2-7B" in str(refused.value.hint)
+    with pytest.raises(ToolkitError, match="'kimi_vl' needs code") as refused:
+        read_model(written(tmp_path, "kimi_vl", **sizes | {"hidden_size": 3000}))
+    assert refused.value.hint == "plan a model of the same shape that transformers has"
+
+
+def test_types_of_the_hub_are_none_of_transformers_and_text_parts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type that transformers has by now is planned, and must leave the list."""
+    assert set(reading.MODEL_TYPES["needs_code_of_the_hub"]["types"].split()) & set(model_types()) == set()
+    assert set(reading.MODEL_TYPES["text_parts"].values()) <= set(known_models())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ToolkitError, match="MiniCPM-V-4_5 needs code from the hub") as refused:
+        config_path("openbmb/MiniCPM-V-4_5")
+    assert "Qwen/Qwen3-8B" in str(refused.value.hint)

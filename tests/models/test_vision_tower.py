@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from toolkit.errors import ToolkitError
 from toolkit.models.flops import flops_of
@@ -34,12 +36,28 @@ QWEN: dict[str, Any] = {
     "out_hidden_size": 64,
     "patch_size": 14,
 }
+GLM = QWEN | {"image_size": 224, "out_hidden_size": 512}  # its blocks' MLP is as wide as its output
+BY_PATCHES = ("qwen", "glm")  # they take patches and the grid that these are of
 SIGLIP = VISION | SIDES | {"model_type": "siglip_vision_model"}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", QWEN | {"fullatt_block_indexes": [0, 1, 2]}, {}),
     "qwen3_vl": ("qwen3_vl_text", QWEN | {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}, {}),
     "gemma3": ("gemma3_text", SIGLIP, {"mm_tokens_per_image": 64}),
     "mistral3": ("mistral", VISION | SIDES | {"model_type": "pixtral", "head_dim": 32}, {"spatial_merge_size": 2}),
+    "llava": (
+        "mistral",
+        VISION | SIDES | {"model_type": "pixtral", "head_dim": 32},
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "glm4v": ("glm4v_text", GLM, {}),
+    "glm4v_moe": ("glm4v_moe_text", GLM, {}),
+    "aya_vision": ("cohere2", SIGLIP | {"vision_use_head": False}, {"downsample_factor": 2}),
+    "idefics3": ("llama", VISION | SIDES | {"model_type": "idefics3_vision"}, {"scale_factor": 2}),
+    "lfm2_vl": (
+        "lfm2",
+        VISION | {"model_type": "siglip2_vision_model", "patch_size": 14, "num_patches": 256},
+        {"downsample_factor": 2},
+    ),
     "internvl": (
         "qwen3",
         VISION | {"model_type": "internvl_vision", "image_size": [224, 224], "patch_size": [14, 14]},
@@ -57,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # Of what a block saves. Gemma 4's norm of values has no weight; Pixtral's and Qwen2.5's norms under autocast.
-TOLERANCE = {"gemma4": 0.06, ("mistral3", True): 0.06, ("qwen2_5_vl", True): 0.04}
+TOLERANCE = {"gemma4": 0.06, ("mistral3", True): 0.06, ("llava", True): 0.06, ("qwen2_5_vl", True): 0.04}
 
 
 def config_of(model_type: str, blocks: int) -> Any:
@@ -65,22 +83,27 @@ def config_of(model_type: str, blocks: int) -> Any:
     more: dict[str, Any] = {"num_local_experts": 2, "intermediate_size_mlp": 128} if model_type == "llama4" else {}
     if model_type == "gemma4":
         more = {"hidden_size_per_layer_input": 16, "layer_types": ["full_attention"], "num_kv_shared_layers": 0}
-    number = "depth" if model_type.startswith("qwen") else "num_hidden_layers"
+    number = "depth" if model_type.startswith(BY_PATCHES) else "num_hidden_layers"
     parts = {"text_config": TEXT | more | {"model_type": text}, "vision_config": vision | {number: blocks}}
     return AutoConfig.for_model(model_type, **json.loads(json.dumps(parts | fields)))
 
 
 def images(model_type: str, config: Any, dtype: torch.dtype) -> dict[str, Any]:
     vision = config.vision_config
-    if model_type.startswith("qwen"):
+    if model_type.startswith(BY_PATCHES):
         size = 3 * vision.temporal_patch_size * vision.patch_size**2
         return {"pixel_values": torch.randn(PATCHES, size, dtype=dtype), "image_grid_thw": torch.tensor([[1, 16, 16]])}
     if model_type == "gemma4":
         places = torch.cartesian_prod(torch.arange(16), torch.arange(16))[None]
         pixels = torch.randn(1, PATCHES, 3 * vision.patch_size**2, dtype=dtype)
         return {"pixel_values": pixels, "image_position_ids": places}
+    if model_type == "lfm2_vl":
+        pixels = torch.randn(1, PATCHES, 3 * vision.patch_size**2, dtype=dtype)
+        mask = torch.ones(1, PATCHES, dtype=torch.int64)
+        return {"pixel_values": pixels, "spatial_shapes": torch.tensor([[16, 16]]), "pixel_attention_mask": mask}
     more = {"image_sizes": torch.tensor([[224, 224]]), "vision_feature_layer": -1} if model_type == "mistral3" else {}
-    return {"pixel_values": torch.randn(1, 3, 224, 224, dtype=dtype)} | more
+    pixels = torch.randn(1, 3, 224, 224, dtype=dtype)
+    return {"pixel_values": pixels[None] if model_type == "idefics3" else pixels} | more
 
 
 def saved_and_planned(model_type: str, blocks: int, *, autocast: bool) -> tuple[int, int]:
@@ -119,6 +142,20 @@ def test_a_block_saves_what_autograd_saves(model_type: str, autocast: bool) -> N
     large = saved_and_planned(model_type, 3, autocast=autocast)
     tolerance = TOLERANCE.get(model_type, TOLERANCE.get((model_type, autocast), 0.01))
     assert large[1] - small[1] == pytest.approx(large[0] - small[0], rel=tolerance)
+
+
+def test_patches_per_token_are_transformers_default_where_a_configuration_leaves_them_out() -> None:
+    """A configuration that transformers saves has no field with its default."""
+    checked = []
+    for model_type in {"aya_vision", "cohere2_vision", "lfm2_vl", *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        default = 1
+        with contextlib.suppress(Exception):  # whatever a configuration of no arguments raises
+            default = patches_per_token(AutoConfig.for_model(model_type).to_dict())
+        if default > 1 and not model_type.endswith("thinker"):  # those are models of sound
+            assert patches_per_token({"model_type": model_type}) == default, model_type
+            checked.append(model_type)
+    assert {"glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "qwen3_vl"} <= set(checked)
+    assert len(checked) > 30
 
 
 def test_activation_checkpointing_keeps_the_input_of_each_block_and_the_activations_of_one() -> None:

@@ -57,6 +57,8 @@ IN_4BIT = {"unsloth", "bnb", "4bit"}
 STORED = {"awq", "gguf", "gptq", "qat", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4", "mxfp4", "mlx", "exl2", "nf4"}
 STORED |= {"4bit", "4bits", "6bit", "8bits", "exl3", "i1", "quantized"}
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
+# What tells a language model from others of its kind.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # Models of code on the hub that have the tensors of an architecture of transformers.
 SAME_TENSORS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
@@ -359,6 +361,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
     except ToolkitError as error:
         if kind := _kind_by_name(name):
             raise _no_decoder(f"{name}, by its name,", kind) from None
+        if text := MODEL_TYPES["text_parts"].get(name.lower().rpartition("/")[2]):
+            raise _needs_code(name, text) from None
         names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
         # a typing error changes no number: with another one it is another size or generation
         same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
@@ -400,13 +404,12 @@ def _check_type(fields: ConfigFields) -> None:
     if kind := _other_kind(model_type, fields.values):
         raise _no_decoder(model_type, kind)
     types = model_types()
+    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split():
+        raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
         if "auto_map" in fields.values:
-            raise ToolkitError(
-                f"{fields.source}: model_type {shown(model_type)} needs code from the hub, which is not run",
-                hint="plan a model of the same shape that transformers has",
-            )
+            raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
         # another generation, and no typing error
         if close and re.sub(r"\d", "", close) == re.sub(r"\d", "", model_type):
             version = installed_version("transformers")
@@ -414,6 +417,21 @@ def _check_type(fields: ConfigFields) -> None:
             raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
         hint = f"did you mean `{close}`?" if close else f"known: {_known()}, and {len(types)} types of transformers"
         raise ToolkitError(f"{fields.source}: unknown model_type {shown(model_type)}", hint=hint)
+
+
+def _needs_code(what: str, text: str | None) -> ToolkitError:
+    hint = f"its language model has the sizes of {text}: plan that" if text else None
+    hint = hint or "plan a model of the same shape that transformers has"
+    return ToolkitError(f"{what} needs code from the hub, which is not run", hint=hint)
+
+
+def text_part(values: Mapping[str, Any]) -> str | None:
+    """Return the known model that has the sizes of a configuration, or of its language model's part."""
+    parts = [values, *(part for name, part in values.items() if name.endswith("_config") and isinstance(part, dict))]
+    dense = [part for part in parts if not any("expert" in name for name in part)]
+    sizes = [[part.get(name) for name in SIZES] for part in dense]
+    known = ((name, json.loads(path.read_text())) for name, path in known_models().items())
+    return next((name for name, each in known if [each.get(size, 0) for size in SIZES] in sizes), None)
 
 
 def _no_decoder(what: str, kind: str) -> ToolkitError:

@@ -18,6 +18,14 @@ from toolkit.models.shape import Layer, ModelShape, Tensor
 BLOCK = re.compile(r"\.(?:blocks|layers?)\.\d+\.")
 ATTENTION_INPUTS, MLP_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv"), ("fc1", "linear_fc1", "gate_proj", "up_proj")
 MLP_OUTPUTS = ("fc2", "linear_fc2", "down_proj")
+# Patches that become one token where a configuration leaves it out, as transformers does with a default.
+DEFAULT_PATCHES = {
+    9: "diffusion_gemma",
+    4: """aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 glm46v
+    glm4v glm4v_moe glm5_next glm_ocr glmga hunyuan_vl hyperclovax_vision_v2 idefics3 inkling2 internvl lfm2_vl lfm3_vl
+    lighton_ocr llama4 minimax_m3_vl mistral3 mistral_large4 nemotron_h_omni paddleocr_vl qianfan_ocr qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm""",
+}
 # Encoders that are no chain of such blocks, and images that are no tokens of the row.
 OTHER_TOWERS = {
     "gemma3n": "its encoder of images is a convolutional network",
@@ -27,17 +35,18 @@ OTHER_TOWERS = {
 
 
 def patches_per_token(values: Mapping[str, Any]) -> int:
-    """Return how many patches of an image become one token, from the fields of a configuration; 1 where none says."""
+    """Return how many patches of an image become one token, from a configuration or its type's default."""
     vision = values.get("vision_config")
     vision = vision if isinstance(vision, Mapping) else {}
     side = vision.get("spatial_merge_size") or values.get("spatial_merge_size") or values.get("scale_factor")
-    side = side or vision.get("pooling_kernel_size")
+    side = side or vision.get("pooling_kernel_size") or values.get("downsample_factor")
     for ratio in (values.get("downsample_ratio"), vision.get("pixel_shuffle_ratio")):
         side = side or (ratio and round(1 / ratio))
     tokens, size, patch = values.get("mm_tokens_per_image"), vision.get("image_size"), vision.get("patch_size")
     if side is None and tokens and size and patch:  # Gemma 3 averages
         return int((size // patch) ** 2 // tokens)
-    return int(side or 1) ** 2
+    default = (number for number, types in DEFAULT_PATCHES.items() if values.get("model_type") in types.split())
+    return int(side) ** 2 if side else next(default, 1)
 
 
 def is_of_images(tensor: Tensor) -> bool:
@@ -65,7 +74,8 @@ def saved_per_token(shape: ModelShape, *, autocast: bool, lora_r: int | None, re
     """
     blocks, projector = _divided(shape)
     gemma = shape.model_type.startswith("gemma4")
-    sizes = [_block_bytes(block, autocast=autocast, lora_r=lora_r, fp32_norms=gemma) for block in blocks]
+    normed = any("post_conv" in tensor.name for tensor in projector)  # GLM: a norm of fp32 weights before its blocks
+    sizes = [_block_bytes(block, autocast, lora_r, fp32_norms=gemma, fp32_stream=normed) for block in blocks]
     inputs = sum((4 if autocast and lora_r is None else 2) * _width(block) for block in blocks)
     per_patch = inputs + max(sizes, default=0) if recomputes else sum(sizes)
     return shape.patches_per_token * per_patch + sum(2 * sum(t.shape) for t in projector if t.is_linear_weight)
@@ -91,16 +101,16 @@ def _width(block: Layer) -> int:
     return min((tensor.shape[1] for tensor in block if tensor.is_linear_weight), default=0)
 
 
-def _block_bytes(block: Layer, *, autocast: bool, lora_r: int | None, fp32_norms: bool) -> int:
+def _block_bytes(block: Layer, autocast: bool, lora_r: int | None, *, fp32_norms: bool, fp32_stream: bool) -> int:
     """With trained weights in fp32 under autocast, the residual stream is fp32, and each linear layer casts its own.
 
     Where query, key and value are one tensor, it stays alive beside the rotated query and key, attention's output is
-    copied, and the stream has the dtype of the patches' convolution.
+    copied, and the stream has the dtype of the patches' convolution, unless `fp32_stream`.
     """
     weights = [tensor for tensor in block if tensor.is_linear_weight]
     by_name = [(tensor.name.replace(".linear.", ".").split(".")[-2], tensor) for tensor in weights]
     fused, width = any(name == "qkv" for name, _ in by_name), _width(block)
-    fp32, total = autocast and lora_r is None and not fused, (6 if fused else 0) * width
+    fp32, total = autocast and lora_r is None and (fp32_stream or not fused), (6 if fused else 0) * width
     for tensor in block:
         if len(tensor.shape) == 1 and "lambda" in tensor.name:  # InternVL scales what a block adds
             total += 2 * width
