@@ -24,7 +24,6 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.conditions import DPO_KEYS
-from toolkit.lint.rules.keys import TRAINER_FSDP_KEYS
 from toolkit.presets import removed_keys as removed
 from toolkit.versions import installed_version, version_numbers
 
@@ -263,7 +262,7 @@ def test_words_in_fsdp_mean_version_2_hybrid_ones_are_refused_and_the_keys_are_t
     version, reshard, refused = seen()["fsdp-as-words"]
     assert (version, reshard, "is only available with FSDP1" in refused) == (2, False, True)
     source = source_of("transformers", "training_args.py")
-    assert [key for key in TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
+    assert [key for key in removed.TRAINER_FSDP_KEYS if f'"{key}"' not in source] == []
 
 
 def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
