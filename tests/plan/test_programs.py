@@ -208,6 +208,27 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
     assert "(margin: everything but model states); it fits with `--loss chunked` or `--expandable-segments`" in first
 
 
+def test_a_job_of_a_group_that_no_share_is_known_for_has_no_verdict_and_names_no_offload(capsys: Any) -> None:
+    words = ["plan", "Qwen2.5-3B", "--program", "trl", "--gpu", "a100-80gb", "--num-processes", "4"]
+    first = run_command([*words, "--method", "dpo"], capsys)[1].splitlines()[0]
+    assert first.startswith("no verdict on 4 x a100-80gb with `zero3`: ")
+    assert "toolkit rehearse --preset zero3 " in first
+
+
+def test_a_model_of_images_is_judged_as_one_of_text_where_its_rows_have_none(capsys: Any) -> None:
+    job = "--program llama-factory --gpu a100-80gb --num-processes 1 --preset single --lora-r 16 --load-in-4bit"
+    words = ["plan", "Qwen/Qwen3.5-9B", *job.split(), "--max-seq-length", "1024", "--activation-checkpointing"]
+    open_text, text, images = (
+        run_command([*words, *more], capsys)[1] for more in ((), ("--image-tokens", "0"), ("--image-tokens", "500"))
+    )
+    assert open_text.startswith("no verdict on ")
+    assert "of models with images" in open_text.splitlines()[0]
+    assert "0 says that there are none" in open_text
+    assert text.startswith("fits on ")
+    assert "--image-tokens" not in text
+    assert images.startswith("no verdict on ")
+
+
 def test_two_settings_are_named_together_where_neither_makes_a_job_fit_alone(capsys: Any) -> None:
     job = "--program unsloth --gpu rtx-4090 --num-processes 1 --preset single --lora-r 16 --load-in-4bit"
     words = ["plan", "Qwen/Qwen3-8B", *job.split(), "--activation-checkpointing"]

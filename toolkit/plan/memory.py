@@ -228,7 +228,7 @@ def _margin_of_another_program(engine: EngineSettings, shape: ModelShape, job: P
     group = "under DeepSpeed" if engine.traits.has_flat_states else group
     if job.method.method != SFT:
         group = f"with {job.method.method}"
-    if job.image_tokens or shape.num_tower_params:
+    if job.image_tokens or (job.image_tokens is None and shape.num_tower_params):
         group = "of models with images"
     if engine.offload_optimizer is not None or engine.offload_param is not None:
         group = "with offload"

@@ -138,7 +138,9 @@ class PlanOptions(JobAndGpuOptions):
         bool,
         Option("--async-save", help="checkpoints are written during training, from a copy in host memory"),
     ] = False
-    image_tokens: Annotated[int, Option(help="tokens of images among those of a sequence", min=0)] = 0
+    image_tokens: Annotated[int | None, Option(help="tokens of images among those of a sequence; 0: text", min=0)] = (
+        None
+    )
     freeze_vision_tower: Annotated[
         bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
     ] = False

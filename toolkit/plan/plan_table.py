@@ -48,14 +48,16 @@ class PlanAnswer:
     def chosen(self) -> tuple[Plan, str]:
         """The plan that the answer is about, and why: on the fewest GPUs that fit, the simplest of the fastest presets.
 
-        Where nothing fits, the one with the least memory.
+        Where nothing fits, the one with the least memory; without offload, if there is one that may fit.
         """
         fitting = [plan for plan in self.plans if plan.verdict == FITS]
         if self.any_gpu:
             return self.plans[0], ""
         if fitting:
             return best_plan([plan for plan in fitting if plan.world_size == min(each.world_size for each in fitting)])
-        return min(self.plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes)), ""
+        without_offload = [plan for plan in self.plans if is_open(plan) and not plan.preset.offloads]
+        plans = without_offload or self.plans
+        return min(plans, key=lambda plan: (plan.verdict == DOES_NOT_FIT, plan.memory.planned_peak_bytes)), ""
 
     @property
     def ordered(self) -> list[Plan]:
@@ -143,14 +145,20 @@ def summary(answer: PlanAnswer) -> str:
         return f"fits on {where}; {why if found and len(answer.plans) > 1 else batch}"
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
-    text = f"{VERDICT_TEXT[best.verdict]} on {where}"
+    text = f"{'no verdict' if is_open(best) else VERDICT_TEXT[best.verdict]} on {where}"
     if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
-    if best.verdict == TOO_CLOSE and best.memory.margin.of_all is None and (measures := rehearsal_command(best)):
+    if is_open(best) and (measures := rehearsal_command(best)):
         return f"{text}; `{measures}` measures it"
     if more is None or more.smallest_world_size is None:
         return text
     return f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
+
+
+def is_open(plan: Plan) -> bool:
+    """Return True for a plan that the GPU holds, of a group whose plans say nothing of what fits."""
+    is_held = plan.memory.planned_peak_bytes <= plan.request.gpu.memory_bytes
+    return plan.verdict == TOO_CLOSE and plan.memory.margin.of_all is None and is_held
 
 
 def settings_that_fit(plan: Plan) -> list[str]:
@@ -213,7 +221,8 @@ def _heading(answer: PlanAnswer) -> str:
 def _images(request: PlanRequest) -> str:
     job = request.job
     if not job.image_tokens:
-        return "text only: `--image-tokens` plans images" if request.shape.num_tower_params else ""
+        is_said = job.image_tokens == 0 or not request.shape.num_tower_params
+        return "" if is_said else "text only: `--image-tokens` plans images, and 0 says that there are none"
     shape, targets = request.shape, job.lora_target_modules
     weights = job_weights(shape, job.lora_r, lora_target_modules=targets, frozen_tower=job.freeze_vision_tower)
     return f"{job.image_tokens:,} of images, their encoder {'trained' if weights.trains_tower else 'frozen'}"

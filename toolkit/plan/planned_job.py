@@ -73,7 +73,7 @@ class PlannedJob(Job):
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
     workspace_bytes: int = 0
     """What the matrix products of a GPU keep of its memory."""
-    image_tokens: int = 0
+    image_tokens: int | None = None  # 0: rows of text alone; None: not said, and planned as text
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
     eval_rows: int = 0
@@ -153,7 +153,9 @@ class PlannedJob(Job):
         least = self
         if not self.packing and self.lengths_differ is not False:
             length = max(self.max_seq_length // 2, 1)
-            least = replace(least, max_seq_length=length, image_tokens=min(self.image_tokens, length))
+            least = replace(
+                least, max_seq_length=length, image_tokens=self.image_tokens and min(self.image_tokens, length)
+            )
         if self.numerics.program == "unsloth" and self.activation_checkpointing:
             least = replace(least, activation_checkpointing_offload=True)
         return replace(least, accumulate=self.accumulate or SHARDED)
@@ -343,7 +345,7 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
         )
     check_word("--loss", job.loss, LOSSES)
     if job.image_tokens or job.freeze_vision_tower:
-        check_image_tokens(shape, job.image_tokens, job.tokens_per_row)
+        check_image_tokens(shape, job.image_tokens or 0, job.tokens_per_row)
     if job.optim in OPTIMIZERS and is_low_rank(job.optim) and not job.value("optim_target_modules"):
         message = f"--optim {job.optim} projects the modules of optim_target_modules, and there are none"
         raise ToolkitError(message, hint="`--optim-target-modules all-linear`")
