@@ -3,12 +3,15 @@
     python -m pip download --no-deps trl==1.16.0 axolotl==0.19.0 ...        # the versions below, into FOLDER
     python tests/scripts/write_program_schemas.py FOLDER
 
+A version without a wheel comes from its tag: `git archive --format zip v0.12.2 src -o FOLDER/axolotl-0.12.2.zip`.
+
 Nothing is imported or executed: the fields are the annotated names of the classes that each program's parser gets.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 import sys
@@ -21,11 +24,16 @@ OUTPUT = Path(__file__).parents[2] / "toolkit" / "convert" / "program_schemas.js
 # transformers as the programs pin it, the oldest and the newest: a setting of either is none that is refused.
 TRANSFORMERS = {"trl": ["5.23.0"], "llama-factory": ["4.55.0", "5.6.0"], "ms-swift": ["4.55.0", "5.19.0"]}
 VERSIONS = {"trl": "1.16.0", "axolotl": "0.19.0", "llama-factory": "0.9.5", "ms-swift": "4.6.0"}
-# Versions of TRL whose settings people's files still have.
-FORMER_TRL = (
-    *("0.9.6", "0.11.4", "0.13.0", "0.15.2", "0.17.0", "0.19.1", "0.21.0", "0.23.1", "0.25.1", "0.27.1", "0.29.0"),
-    *("1.2.0", "1.6.0", "1.10.0"),
-)
+# Versions whose settings people's files still have, the oldest first.
+FORMER = {
+    "trl": (
+        *("0.9.6", "0.11.4", "0.13.0", "0.15.2", "0.17.0", "0.19.1", "0.21.0", "0.23.1", "0.25.1", "0.27.1", "0.29.0"),
+        *("1.2.0", "1.6.0", "1.10.0"),
+    ),
+    "axolotl": ("0.8.1", "0.10.1", "0.12.2", "0.13.0", "0.15.0", "0.16.1", "0.17.0", "0.18.0"),
+    "llama-factory": ("0.8.3", "0.9.0", "0.9.1", "0.9.2", "0.9.3", "0.9.4"),
+    "ms-swift": ("3.0.3", "3.3.1", "3.6.4", "3.9.3", "3.12.6", "4.0.4", "4.1.0", "4.2.3", "4.4.3"),
+}
 TRL_COMMANDS = {
     **{"sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "reward": "RewardConfig", "grpo": "GRPOConfig"},
     **{"rloo": "RLOOConfig", "distillation": "DistillationConfig", "orpo": "ORPOConfig", "cpo": "CPOConfig"},
@@ -87,7 +95,7 @@ def _texts(nodes: Iterable[ast.AST | None]) -> Iterable[str]:
 
 
 def _wheel(folder: Path, name: str) -> Path:
-    return next(folder.rglob(f"{name}-*.whl"))
+    return next(each for suffix in ("-*.whl", ".zip") for each in folder.rglob(name + suffix))
 
 
 def _transformers(folder: Path, program: str) -> list[Path]:
@@ -109,42 +117,70 @@ def trl_fields(folder: Path, version: str) -> dict[str, set[str]]:
     }
 
 
+def all_trl_fields(folder: Path, version: str) -> set[str]:
+    """Return the settings of all commands of a version of TRL."""
+    return set.union(*trl_fields(folder, version).values())
+
+
+def _axolotl(folder: Path, version: str) -> Source:
+    return Source(_wheel(folder, f"axolotl-{version}"), only=r"/schemas/.*\.py$|/args\.py$")
+
+
+def axolotl_fields(folder: Path, version: str) -> set[str]:
+    """Return the settings of axolotl and of its own plugins."""
+    source = _axolotl(folder, version)
+    plugins = ["SwanLabConfig", *(name for name in source.classes if name.endswith("Args"))]
+    return source.fields("AxolotlConfigWCapabilities", *plugins)
+
+
+def factory_fields(folder: Path, version: str) -> set[str]:
+    """Return the settings of LLaMA-Factory's dataclasses."""
+    wheels = (_wheel(folder, f"llamafactory-{version}"), *_transformers(folder, "llama-factory"))
+    parts = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "EvaluationArguments")
+    source = Source(*wheels, only=r"/hparams/.*\.py$|training_args\w*\.py$")
+    return source.fields(*parts, "RayArguments", "GeneratingArguments", "Seq2SeqTrainingArguments")
+
+
+def swift_fields(folder: Path, version: str) -> set[str]:
+    """Return the settings of ms-swift, and the block of variables that its command takes out of a file."""
+    files = r"^swift/(arguments|trainers|rlhf_trainers|ray|ray_utils|dataset|llm/argument|llm/ray)/.*\.py$"
+    wheels = (_wheel(folder, f"ms_swift-{version}"), *_transformers(folder, "ms-swift"))
+    return Source(*wheels, only=rf"{files}|training_args\w*\.py$").fields("RLHFArguments") | {"ENV"}
+
+
+READERS = {
+    **{"trl": all_trl_fields, "axolotl": axolotl_fields},
+    **{"llama-factory": factory_fields, "ms-swift": swift_fields},
+}
+
+
+def former_fields(folder: Path, program: str) -> dict[str, str]:
+    """Return the settings that a program no longer has, and the first version of those read that is without each."""
+    versions = (*FORMER[program], VERSIONS[program])
+    fields = [READERS[program](folder, version) for version in versions]
+    gone = zip(versions[1:], itertools.pairwise(fields), strict=True)
+    return {name: version for version, (old, new) in gone for name in old - new if name not in fields[-1]}
+
+
 def main(folder: Path) -> None:
     """Read the wheels of a folder, and write the schemas."""
     by_command = trl_fields(folder, VERSIONS["trl"])
-    shared, present = set.intersection(*by_command.values()), set.union(*by_command.values())
-    former = {name for version in FORMER_TRL for names in trl_fields(folder, version).values() for name in names}
-    axolotl = Source(_wheel(folder, "axolotl"), only=r"/schemas/|/args\.py$")
-    plugins = ["SwanLabConfig", *(name for name in axolotl.classes if name.endswith("Args"))]
-    factory = Source(
-        _wheel(folder, "llamafactory"), *_transformers(folder, "llama-factory"), only=r"/hparams/|training_args\w*\.py$"
-    )
-    factory_parts = (
-        "ModelArguments",
-        "DataArguments",
-        "TrainingArguments",
-        "FinetuningArguments",
-        "EvaluationArguments",
-    )
-    swift_files = r"^swift/(arguments|trainers|rlhf_trainers|ray|ray_utils|dataset)/|training_args\w*\.py$"
-    swift = Source(_wheel(folder, "ms_swift"), *_transformers(folder, "ms-swift"), only=swift_files)
+    shared = set.intersection(*by_command.values())
+    blocks = _axolotl(folder, VERSIONS["axolotl"])
     schemas: dict[str, dict[str, Any]] = {
-        "trl": {
-            "fields": sorted(shared),
-            "commands": {command: sorted(names - shared) for command, names in by_command.items()},
-            "former": sorted(former - present),
-        },
-        "axolotl": {
-            "fields": sorted(axolotl.fields("AxolotlConfigWCapabilities", *plugins)),
-            "blocks": {block: sorted(axolotl.fields(name)) for block, name in AXOLOTL_BLOCKS.items()},
-        },
-        "llama-factory": {
-            "fields": sorted(factory.fields(*factory_parts, "GeneratingArguments", "Seq2SeqTrainingArguments"))
-        },
-        "ms-swift": {"fields": sorted(swift.fields("RLHFArguments"))},
+        program: {
+            "fields": sorted(READERS[program](folder, VERSIONS[program])),
+            "former": former_fields(folder, program),
+            "version": VERSIONS[program],
+            "transformers": TRANSFORMERS.get(program, []),
+        }
+        for program in VERSIONS
     }
-    for program, schema in schemas.items():
-        schema |= {"version": VERSIONS[program], "transformers": TRANSFORMERS.get(program, [])}
+    schemas["trl"] |= {
+        "fields": sorted(shared),
+        "commands": {command: sorted(names - shared) for command, names in by_command.items()},
+    }
+    schemas["axolotl"]["blocks"] = {block: sorted(blocks.fields(name)) for block, name in AXOLOTL_BLOCKS.items()}
     OUTPUT.write_text(json.dumps(schemas, indent=1, sort_keys=True) + "\n")
 
 

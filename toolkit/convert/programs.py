@@ -76,7 +76,7 @@ class ProgramSchema:
     commands: Mapping[str, Collection[str]] = field(default_factory=dict)  # to settings that only some of them have
     blocks: Mapping[str, Collection[str]] = field(default_factory=dict)
     renamed: Mapping[str, str | None] = field(default_factory=dict)
-    former: Collection[str] = ()  # settings of older versions
+    former: Mapping[str, str] = field(default_factory=dict)  # settings of older versions, to the first without them
     launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()

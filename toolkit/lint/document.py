@@ -50,6 +50,7 @@ from toolkit.lint.named_files import (
     find_named,
     has_own_copy,
     imported_source,
+    installing,
     names_program,
     pinned_below,
     project_files,
@@ -197,7 +198,8 @@ class Document:
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
-        return pinned_below(self.folder, library, version) if version else None
+        script = (self.command or self).text
+        return pinned_below(self.folder, library, version, installing(script)) if version else None
 
     def has_own_copy(self, library: str) -> bool:
         """Return True where the file's project has the modules of a library itself."""
@@ -211,6 +213,8 @@ class Document:
             return True
         is_axolotls = self.kind == AXOLOTL and not self.is_of("axolotl")
         known = program_schema("axolotl").known if is_axolotls else KNOWN_KEYS.get(self.kind or "", self.data)
+        if is_axolotls and not self.data.keys() & AXOLOTL_ROWS:
+            return True
         unknown = [key for key in self.data if key not in known and key[:1] != "_"]
         return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / (4 if is_axolotls else 3))
 
@@ -624,6 +628,7 @@ PROGRAM_NAMES = {
     "llama-factory": ("LLaMA-Factory", "LLaMA Factory", "llama-factory", "llamafactory", "llama_factory", "llmtuner"),
     "ms-swift": ("ms-swift", "ms_swift", "swift sft", "swift pt", "swift rlhf"),
 }
+AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # of which a file of axolotl has one
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {

@@ -34,7 +34,9 @@ OLDEST_VERSIONS = {
 }
 
 # Versions that a project which asks for none may not have yet: what began there is said with its version.
-RECENT_VERSIONS = {"transformers": "5.0.0", "trl": "0.20.0"}
+RECENT_VERSIONS = {
+    **{"transformers": "5.0.0", "trl": "0.20.0", "llamafactory": "0.9.4", "axolotl": "0.16.0", "ms-swift": "4.0.0"},
+}
 
 
 @dataclass(frozen=True, slots=True)

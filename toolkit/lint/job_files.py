@@ -75,7 +75,7 @@ def _commands(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
             yield value.start_mark.line, f"export {name.value}={shlex.quote(value.value)}"
         lists = [each.value if isinstance(each, yaml.SequenceNode) else [each] for each in map(values.get, _COMMANDS)]
         items = [item for each in lists for item in each if isinstance(item, yaml.ScalarNode)]
-        if items:
+        if items and not items[0].value.startswith("-"):  # options alone are of the image's own command
             yield _joined(items)
         for value in values.values():
             yield from _commands(value, seen)

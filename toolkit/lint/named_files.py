@@ -30,10 +30,15 @@ _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
-_REQUIREMENTS = ("*requir*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*env*.y*ml", "Dockerfile*", "*.lock")
-_INSTRUCTIONS = ("README*", "*install*.sh", "*setup*.sh", "*env*.sh", "Makefile")  # of which lines that install count
+_REQUIREMENTS = (
+    *("*requir*.txt", "*constraint*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*.lock"),
+    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml"),
+)
+# Of these the lines that install something count.
+_INSTRUCTIONS = ("README*", "*[Ii]nstall*.md", "INSTALL*", "*.sh", "Makefile", "*.ipynb")
+REQUIREMENT_LEVELS = 3  # of folders below a project's root: `azure/environments/`, `docker/gpu/`
 # Names of files that decide what a finding is.
-JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.sh", "*.md")
+JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS = {
@@ -112,36 +117,56 @@ def _around(folder: Path) -> list[Path]:
 @functools.lru_cache(maxsize=256)
 def _requirements(folder: Path) -> str:
     instructions = _texts(_project_files(folder, _INSTRUCTIONS), max_bytes=MAX_REQUIREMENTS_BYTES)
-    installing = re.findall(r"^.*(?:\binstall|==).*$", instructions, re.MULTILINE)
-    return "\n".join((_texts(_project_files(folder, _REQUIREMENTS), max_bytes=MAX_REQUIREMENTS_BYTES), *installing))
+    files = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS)
+    requirements = _texts(files, max_bytes=MAX_REQUIREMENTS_BYTES)
+    return re.sub(r"^[ \t]*#.*$", "", requirements, flags=re.MULTILINE) + "\n" + installing(instructions)
 
 
-def _project_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+def installing(text: str) -> str:
+    """Return the lines of a text that install something."""
+    return "\n".join(re.findall(r"^.*(?:\binstall|==|\bclone\b).*$", text, re.MULTILINE))
+
+
+def _project_files(folder: Path, patterns: Sequence[str], *, levels: int = 1) -> list[Path]:
     """Return the files of a folder by pattern, and those of a project's parts, which may have their own."""
-    places = [[folder]]
-    if any((folder / mark).exists() for mark in _MARKS):
-        places.append(sorted(each for each in folder.iterdir() if each.is_dir()))
+    is_root = any((folder / mark).exists() for mark in _MARKS)
+    places = _folders_below(folder, levels if is_root else 0)
     return [
         place / name
         for pattern in patterns
-        for depth in places
-        for place in depth
-        for name in fnmatch.filter(_names(place), pattern)
+        for place in places
+        for name in _names(place)
+        if fnmatch.fnmatch(name, pattern)
+        or (place.name == "requirements" and fnmatch.fnmatch(f"requirements/{name}", pattern))
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _folders_below(folder: Path, levels: int) -> list[Path]:
+    """Return a folder and those in it down to a depth, the upper ones first."""
+    found, last = [folder], [folder]
+    for _ in range(levels):
+        inner = (each for place in last for each in sorted(place.iterdir()) if each.name[:1] != "." and each.is_dir())
+        last = list(itertools.islice(inner, MAX_SOURCES))
+        found += last
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(folder: Path) -> list[str]:
     """Return the names in a folder that a pattern may fit: pathlib would read all names again for each pattern."""
     try:
-        return sorted(filter(_LOOKED_FOR.match, os.listdir(folder)))  # noqa: PTH208  (names alone, not paths)
+        names = os.listdir(folder)  # noqa: PTH208  (names alone, not paths)
+        within = "requirements/" if folder.name == "requirements" else ""
+        return sorted(each for each in names if _LOOKED_FOR.match(each) or _LOOKED_FOR.match(within + each))
     except OSError:
         return []
 
 
 @functools.lru_cache(maxsize=256)
-def pinned_below(folder: Path, library: str, version: str) -> str | None:
-    """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones.
+def pinned_below(folder: Path, library: str, version: str, script: str = "") -> str | None:
+    """Return what the nearest requirements of a project say of a library, where they exclude a version and later ones:
+    those that a script installs itself, or those in the folders around it, of which an exact version ends the search.
 
     A range of versions that begins below it excludes nothing; a commit, of some version, counts as an older one. What
     excludes a library that it needs excludes it too, and so does code that imports what the version has no longer.
@@ -154,29 +179,37 @@ def pinned_below(folder: Path, library: str, version: str) -> str | None:
         for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
             if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
                 return f"{name} below {dropped_in}, by its import of {lost}"
-    for place in _project(folder):
-        for name, least in needs.items():
-            limit = _three(least)
-            for named, asked in _asked(place, name):
+    for name, least in needs.items():
+        limit = _three(least)
+        for requirements in (script, *map(_requirements, _project(folder))):
+            is_exact = False
+            for named, asked in _asked(requirements, name):
                 is_commit = re.fullmatch("[0-9a-f]{7,40}", asked)
                 for sign, number in [("==", "0")] if is_commit else _BOUND.findall(asked.replace(" ", "")):
                     if _three(number) < limit or (sign == "<" and _three(number) == limit):
                         return f"{named} {asked.strip(' ,')}"
+                    is_exact |= sign == "=="
+            if is_exact:
+                break
     return None
 
 
 @functools.lru_cache(maxsize=256)
 def asks_from(folder: Path, library: str, version: str) -> bool:
     """Return True where the requirements of a project ask for a version of a library, or a later one."""
-    asked = (each for place in _project(folder) for _, each in _asked(place, library))
+    asked = (each for place in _project(folder) for _, each in _asked(_requirements(place), library))
     found = (number for each in asked for _, number in _FROM.findall(each.replace(" ", "")))
     return any(_three(number) >= _three(version) for number in found)
 
 
-def _asked(place: Path, library: str) -> list[tuple[str, str]]:
-    """Return what the requirements in a folder say of a library: its name there, and the versions or the commit."""
-    spelt = re.sub(r"-(?!\w*])", "[-_.]", library)
-    return re.findall(rf"(?<![\w./-])({spelt}){_SPECIFIER}", _requirements(place), re.IGNORECASE)
+def _asked(requirements: str, library: str) -> list[tuple[str, str]]:
+    """Return what requirements say of a library: its name there, and the versions or the commit."""
+    spelt = re.sub(r"-(?!\w*])", "[-_.]", library).replace("llamaf", "llama-?f")
+    found = re.findall(rf"(?<![\w./-])({spelt}){_SPECIFIER}", requirements, re.IGNORECASE)
+    from_tag = rf"github\.com/[\w-]+/({spelt})(?:\.git)?@(?:v(?=\d))?([\d.]+\b|[0-9a-f]{{7,40}}\b)"
+    found += re.findall(from_tag, requirements, re.IGNORECASE)
+    cloned = rf"clone[^\n]* (?:-b|--branch)[ =]v?(\d[\d.]*)[^\n]*/({spelt})(?:\.git)?(?![\w-])"
+    return found + [(name, number) for number, name in re.findall(cloned, requirements, re.IGNORECASE)]
 
 
 def _three(version: str) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     is_read_here = is_read_by_project(doc, program)
-    own = [key for key in unknown if program in FOREIGN and doc.call is None and doc.is_read(key)]
+    own = [key for key in unknown if program != "trl" and doc.call is None and doc.is_read(key)]
     for key in unknown:
         instead = schema.replacement(key)
         if doc.call is not None and _is_beginning(key, schema):
@@ -47,6 +47,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             continue  # a script, or the project's own copy of the program
         if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
             continue  # the first is another rule's
+        if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
+            continue  # its command line has more
         fix = _fix_of(schema, key, instead)
         message, level = f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}", None
         is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
@@ -66,7 +68,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             fix = f"{fix}, and the same in your code; or an older TRL"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
-        since = schema.version if key in schema.former or key in schema.renamed else None
+        is_old = program == "trl" and key in schema.renamed
+        since = schema.former.get(key, schema.version if is_old else None)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
 
 
@@ -80,6 +83,8 @@ def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
     """Return the present name. One with a word more may be another setting: `use_fast`, `tokenizer_use_fast`."""
     if key in schema.renamed:
         return "remove it" if instead is None else f"`{instead}`" if instead.isidentifier() else instead
+    if instead is None and key in schema.former:
+        return f"remove it, or {schema.tool} below {schema.former[key]}"
     close = instead or schema.similar(key)
     if close is None or close.startswith("is_"):  # what a program notes for itself
         return "remove it"
@@ -88,7 +93,8 @@ def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
 
 
 def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
-    return [key for key in schema.unknown(doc.data) if schema.replacement(key) is None and key not in schema.renamed]
+    named = schema.renamed.keys() | schema.former.keys()
+    return [key for key in schema.unknown(doc.data) if schema.replacement(key) is None and key not in named]
 
 
 def is_read_by_project(doc: Document, program: str) -> bool:
