@@ -213,9 +213,9 @@ class Document:
             return True
         is_axolotls = self.kind == AXOLOTL and not self.is_of("axolotl")
         known = program_schema("axolotl").known if is_axolotls else KNOWN_KEYS.get(self.kind or "", self.data)
-        if is_axolotls and not self.data.keys() & AXOLOTL_ROWS:
-            return True
         unknown = [key for key in self.data if key not in known and key[:1] != "_"]
+        if is_axolotls and not self.data.keys() & AXOLOTL_ROWS and any(key.startswith("data") for key in unknown):
+            return True
         return self.named_by is None and len(unknown) > max(MOST_UNKNOWN, len(self.data) / (4 if is_axolotls else 3))
 
     def is_of(self, program: str) -> bool:
@@ -628,7 +628,7 @@ PROGRAM_NAMES = {
     "llama-factory": ("LLaMA-Factory", "LLaMA Factory", "llama-factory", "llamafactory", "llama_factory", "llmtuner"),
     "ms-swift": ("ms-swift", "ms_swift", "swift sft", "swift pt", "swift rlhf"),
 }
-AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # of which a file of axolotl has one
+AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # a file with `data_path` instead is a script's
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
 SHARED_KEYS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.convert.job_script import PROGRAMS
-from toolkit.convert.programs import FOREIGN, ProgramSchema, program_of, program_schema, program_schemas
+from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document

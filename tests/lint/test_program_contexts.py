@@ -1,0 +1,146 @@
+"""Files of TRL, axolotl, LLaMA-Factory and ms-swift in projects that say whose they are, and at which version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.convert.programs import program_schemas
+from toolkit.lint.check import lint_paths
+from toolkit.lint.findings import Finding
+
+TRL = "model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nuse_peft: true\n"
+OLD_TRL = f"{TRL}max_seq_length: 2048\n"
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nnum_epochs: 1\nadapter: lora\nval_set_size: 0.1\n"
+FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen\ndataset: x\noutput_dir: o\n"
+SWIFT = "model: a/b\ndataset: [x]\noutput_dir: o\nsplit_dataset_ratio: 0.01\n"
+OLD_SWIFT = f"{SWIFT}train_type: lora\n"
+COMMAND = "trl sft --model_name_or_path a/b --dataset_name c --max_seq_length 1024 --output_dir o"
+PIN = "trl==0.11.4"
+
+
+def unknown_settings(folder: Path, files: dict[str, str]) -> list[Finding]:
+    """Lint a project, and return what is said of settings that a program does not have."""
+    for name, text in ({".git/HEAD": ""} | files).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    found = lint_paths([folder], skips_others=True).findings
+    return [each for each in found if each.rule.startswith("unknown-") and each.rule.endswith("-setting")]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("env/docker/requirements.txt", PIN),
+        ("a/b/c/requirements-gpu.txt", PIN),
+        ("requirements/train.txt", PIN),
+        ("constraints.txt", PIN),
+        ("conda.yaml", f"dependencies:\n- pip:\n  - {PIN}\n"),
+        ("cloud/environments/conda_env.yml", f"dependencies:\n- pip:\n  - {PIN}\n"),
+        ("docker/gpu/Dockerfile", f"RUN pip install torch \\\n  {PIN}\n"),
+        ("docker/train.Dockerfile", f"RUN pip install {PIN}\n"),
+        ("notebooks/train.ipynb", f'{{"cells": [{{"source": ["!pip install -q \\"{PIN}\\" peft"]}}]}}'),
+        ("pixi.toml", '[pypi-dependencies]\ntrl = "==0.11.4"\n'),
+        ("Pipfile", '[packages]\ntrl = "==0.11.4"\n'),
+        ("docs/install.md", f"```\npip install {PIN}\n```\n"),
+        ("scripts/prepare.sh", f"pip install {PIN}\n"),
+        ("setup.sh", "pip install git+https://github.com/huggingface/trl.git@v0.11.4\n"),
+        ("setup.sh", "git clone --depth 1 -b v0.11.4 https://github.com/huggingface/trl.git\n"),
+    ],
+)
+def test_a_project_asks_for_an_older_version_in_any_of_its_files(file: str, text: str, tmp_path: Path) -> None:
+    findings = unknown_settings(tmp_path, {"configs/a.yaml": OLD_TRL, file: text})
+    assert [(each.level, "the project asks for trl" in each.message) for each in findings] == [("note", True)]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"run.sh": f"pip install {PIN}\n{COMMAND}\n"},
+        {"task.yaml": f"resources: {{}}\nsetup: pip install {PIN}\nrun: |\n  {COMMAND}\n"},
+        {
+            "job.yaml": f"apiVersion: v1\nspec:\n  containers:\n  - args:\n    - |\n      pip install {PIN}\n      {COMMAND}\n"
+        },
+    ],
+)
+def test_what_a_script_installs_itself_is_its_version(files: dict[str, str], tmp_path: Path) -> None:
+    assert [each.level for each in unknown_settings(tmp_path, files)] == ["note"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"one/requirements.txt": "trl==1.16.0\n", "two/requirements.txt": PIN},
+        {"requirements.txt": f"# {PIN}\ntrl==1.16.0\n"},
+    ],
+)
+def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[str, str], tmp_path: Path) -> None:
+    assert [each.level for each in unknown_settings(tmp_path, {"one/a.yaml": OLD_TRL} | files)] == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (OLD_TRL, "trl==0.19.1", "trl==1.2.0"),
+        (f"{AXOLOTL}datasets: []\nrelora_warmup_steps: 10\n", "axolotl==0.10.1", "axolotl==0.18.0"),
+        (f"{FACTORY}ray_run_name: x\n", "llamafactory==0.9.3", "llamafactory==0.9.5"),
+        (OLD_SWIFT, "ms-swift==4.0.4", "ms-swift==4.2.0"),
+    ],
+)
+def test_a_setting_is_unknown_from_the_version_that_dropped_it(file: str, old: str, new: str, tmp_path: Path) -> None:
+    levels = [
+        [each.level for each in unknown_settings(tmp_path, {"a.yaml": file, "requirements.txt": pin})]
+        for pin in (old, new)
+    ]
+    assert levels == [["note"], ["error"]]
+
+
+def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_path: Path) -> None:
+    files = {"a.yaml": OLD_SWIFT, "score.py": "import re\n", "README.md": "Train with ms-swift.\n"}
+    findings = unknown_settings(tmp_path, files)
+    assert [(each.level, each.fix) for each in findings] == [
+        ("warning", "if you run ms-swift 4.1.0 or newer: `tuner_type`")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "level"),
+    [
+        # the project's own code reads the setting
+        ({"a.yaml": f"{AXOLOTL}datasets: []\nmax_length: 5\n", "x.py": 'length = config["max_length"]\n'}, "note"),
+        # rows that a script names by a key of its own
+        ({"a.yaml": f"{AXOLOTL}data_path: x\ncutoff_len: 512\n"}, "note"),
+        # a notebook starts the program
+        ({"a.yaml": f"{FACTORY}max_seq_length: 5\n", "x.py": "import vllm\n",
+          "x.ipynb": '{"cells": [{"source": ["!llamafactory-cli train a.yaml"]}]}'}, "error"),
+    ],
+)  # fmt: skip
+def test_who_reads_a_file_decides_the_level(files: dict[str, str], level: str, tmp_path: Path) -> None:
+    assert {each.level for each in unknown_settings(tmp_path, files)} == {level}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.yaml": f"ENV:\n  NPROC_PER_NODE: 2\n{SWIFT}tuner_type: lora\n"},
+        {"a.sh": "accelerate launch scripts/finetune.py a.yaml --prepare_ds_only\n",
+         "a.yaml": f"{AXOLOTL}datasets: []\n"},
+    ],
+)  # fmt: skip
+def test_what_a_programs_command_takes_is_known(files: dict[str, str], tmp_path: Path) -> None:
+    assert unknown_settings(tmp_path, files) == []
+
+
+def test_options_of_an_images_own_command_are_no_lost_line(tmp_path: Path) -> None:
+    (tmp_path / "compose.yml").write_text(
+        "services:\n  serve:\n    image: vllm/vllm-openai\n    command: --model a --tensor-parallel-size 2\n"
+        "  train:\n    image: x\n    command: accelerate launch --num_processes 2 --multi_gpu train.py\n"
+    )
+    assert lint_paths([tmp_path]).findings == []
+
+
+def test_a_setting_that_a_program_dropped_is_none_that_it_has() -> None:
+    for schema in program_schemas().values():
+        assert schema.former
+        assert schema.fields.isdisjoint(schema.former)
