@@ -59,9 +59,7 @@ def test_a_project_asks_for_an_older_version_in_any_of_its_files(file: str, text
     [
         {"run.sh": f"pip install {PIN}\n{COMMAND}\n"},
         {"task.yaml": f"resources: {{}}\nsetup: pip install {PIN}\nrun: |\n  {COMMAND}\n"},
-        {
-            "job.yaml": f"apiVersion: v1\nspec:\n  containers:\n  - args:\n    - |\n      pip install {PIN}\n      {COMMAND}\n"
-        },
+        {"job.yaml": f"apiVersion: v1\nspec:\n  args:\n  - |\n    pip install {PIN}\n    {COMMAND}\n"},
     ],
 )
 def test_what_a_script_installs_itself_is_its_version(files: dict[str, str], tmp_path: Path) -> None:
