@@ -142,10 +142,11 @@ def factory_fields(folder: Path, version: str) -> set[str]:
 
 
 def swift_fields(folder: Path, version: str) -> set[str]:
-    """Return the settings of ms-swift, and the block of variables that its command takes out of a file."""
+    """Return the settings of ms-swift, and those that its command takes: a file's variables, and once the file."""
+    taken = {"ENV", "config"} if version in ("3.12.6", "4.0.4") else {"ENV"}
     files = r"^swift/(arguments|trainers|rlhf_trainers|ray|ray_utils|dataset|llm/argument|llm/ray)/.*\.py$"
     wheels = (_wheel(folder, f"ms_swift-{version}"), *_transformers(folder, "ms-swift"))
-    return Source(*wheels, only=rf"{files}|training_args\w*\.py$").fields("RLHFArguments") | {"ENV"}
+    return Source(*wheels, only=rf"{files}|training_args\w*\.py$").fields("RLHFArguments") | taken
 
 
 READERS = {

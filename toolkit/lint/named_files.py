@@ -41,14 +41,19 @@ REQUIREMENT_LEVELS = 3  # of folders below a project's root: `azure/environments
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 # What a library needs from a version of its own on: older versions of these exclude it.
-_NEEDS = {
-    "transformers": (
-        "5",
-        {"trl": "0.24", "(?:py)?torch": "2.4", "huggingface[_-]hub": "1.0", "tokenizers": "0.22", "accelerate": "1.1"},
-    ),
-    "trl": ("1", {"transformers": "4.56.2"}),
-    "accelerate": ("0", {"transformers": "4.31"}),  # whose Trainer does not use it yet
-    "llamafactory": ("0.9", {"transformers": "4.41.2"}),
+_NEEDS: dict[str, dict[str, dict[str, str]]] = {
+    "transformers": {
+        "5": {
+            "trl": "0.24",
+            "(?:py)?torch": "2.4",
+            "huggingface[_-]hub": "1.0",
+            "tokenizers": "0.22",
+            "accelerate": "1.1",
+        }
+    },
+    "trl": {"0.21": {"transformers": "4.55.0"}, "0.27": {"transformers": "4.56.2"}},
+    "accelerate": {"0": {"transformers": "4.31"}},  # whose Trainer does not use it yet
+    "llamafactory": {"0.9": {"transformers": "4.41.2"}},
 }
 # A module of each library: a project that has it reads its files with a copy of its own.
 _OWN_COPIES = {
@@ -172,9 +177,8 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
     excludes a library that it needs excludes it too, and so does code that imports what the version has no longer.
     """
     needs = {"(?:py)?torch" if library == "torch" else library: version}
-    first, others = _NEEDS.get(library, (version, {}))
-    if version_numbers(version) >= version_numbers(first):
-        needs |= others
+    for first, others in _NEEDS.get(library, {}).items():
+        needs |= others if version_numbers(version) >= version_numbers(first) else {}
     for name, least in needs.items():
         for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
             if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
