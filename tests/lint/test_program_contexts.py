@@ -103,6 +103,14 @@ def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_
     ]
 
 
+def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -> None:
+    files = {
+        "a.yaml": f"{AXOLOTL}datasets: []\neval_table_max_new_tokens: 5\n",
+        "requirements.txt": "axolotl==0.12.2\n",
+    }
+    assert ["eval_max_new_tokens" in each.fix for each in unknown_settings(tmp_path, files)] == [True]
+
+
 @pytest.mark.parametrize(
     ("files", "level"),
     [
