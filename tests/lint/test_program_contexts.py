@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
 from toolkit.convert.programs import program_schemas
 from toolkit.lint.check import lint_paths
@@ -151,3 +154,23 @@ def test_a_setting_that_a_program_dropped_is_none_that_it_has() -> None:
     for schema in program_schemas().values():
         assert schema.former
         assert schema.fields.isdisjoint(schema.former)
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path: Path) -> None:
+    files = {"setup.py": "", "a.yaml": "distributed_type: FDSP\n", "closed/inner/requirements.txt": "trl==0.9\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    program = (
+        "import os, sys; from pathlib import Path; from toolkit.lint.check import lint_paths; path = Path(sys.argv[1])"
+    )
+    program += "; lint_paths([path]); os.geteuid() or os.seteuid(65534); print(lint_paths([path]).findings[0].rule)"
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    (tmp_path / "closed").chmod(0)
+    try:
+        command = [sys.executable, "-c", program, str(tmp_path / "a.yaml")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    finally:
+        (tmp_path / "closed").chmod(0o755)
+    assert (done.stdout.strip(), done.stderr) == ("unknown-word", "")

@@ -151,8 +151,10 @@ def _folders_below(folder: Path, levels: int) -> list[Path]:
     """Return a folder and those in it down to a depth, the upper ones first."""
     found, last = [folder], [folder]
     for _ in range(levels):
-        inner = (each for place in last for each in sorted(place.iterdir()) if each.name[:1] != "." and each.is_dir())
-        last = list(itertools.islice(inner, MAX_SOURCES))
+        readable = (place for place in last if os.access(place, os.R_OK | os.X_OK))
+        inner = (each for place in readable for each in sorted(place.iterdir()))
+        visible = (each for each in inner if each.name[:1] != "." and each.is_dir())
+        last = list(itertools.islice(visible, MAX_SOURCES))
         found += last
     return found
 
