@@ -243,7 +243,7 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
     caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, _names)
-    for each in (*caches, pinned_below, asks_from):
+    for each in (*caches, _folders_below, pinned_below, asks_from):
         each.cache_clear()
 
 
