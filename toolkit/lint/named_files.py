@@ -151,9 +151,9 @@ def _folders_below(folder: Path, levels: int) -> list[Path]:
     """Return a folder and those in it down to a depth, the upper ones first."""
     found, last = [folder], [folder]
     for _ in range(levels):
-        readable = (place for place in last if os.access(place, os.R_OK | os.X_OK))
-        inner = (each for place in readable for each in sorted(place.iterdir()))
-        visible = (each for each in inner if each.name[:1] != "." and each.is_dir())
+        # `os.walk` passes over a folder that may not be read.
+        inner = (place / name for place in last for name in sorted(next(os.walk(place), ("", [], []))[1]))
+        visible = (each for each in inner if each.name[:1] != ".")
         last = list(itertools.islice(visible, MAX_SOURCES))
         found += last
     return found
