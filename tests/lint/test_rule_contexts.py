@@ -42,6 +42,8 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
         ("fsdp1-key-of-trainer", f"{TRAINER}fsdp: true\nfsdp_config: {{use_orig_params: true}}\n",
          "transformers==5.9.0", "5.10.0"),
         ("refused-by-trainer", f"{TRAINER}fsdp: hybrid_shard\n", "transformers==5.9.0", "5.10.0"),
+        ("removed-training-argument", f"{TRAINER}evaluation_strategy: steps\n", "transformers==4.50.3", "4.51.0"),
+        ("removed-training-argument", f"{TRAINER}use_ipex: true\n", "transformers==4.56.2", "4.57.0"),
         ("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", "trl==0.28.0", "0.29.0"),
         ("padding-free-refused", f"{TRL}packing: false\npadding_free: true\n", "trl==0.29.0", "1.0.0"),
         ("refused-by-trl", f"{TRL}num_generations: 8\nauto_find_batch_size: true\n", "trl==1.8.0", "1.9.0"),
@@ -64,6 +66,10 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
     ("rule", "files"),
     [
         ("precision-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: none\nmixed_precision: bf16\n"}),
+        ("sharded-final-save", {"a.yaml": f"{FSDP2}  fsdp_state_dict_type: SHARDED_STATE_DICT\n", "train.py":
+                                'trainer.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")\n'}),
+        ("refused-by-trainer", {"a.yaml": f"{TRAINER}load_best_model_at_end: true\nsave_strategy: steps\n", "train.py":
+                                'kwargs["eval_strategy"] = "steps"\nTrainingArguments(**kwargs)\n'}),
         ("precision-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: null\nmixed_precision: bf16\n"}),
         ("key-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: none\n  zero_stage: 2\n"}),
         # without quotes or with them it is refused for another reason

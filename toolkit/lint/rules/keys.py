@@ -49,7 +49,7 @@ DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)"
 PARSES_WHOLE = re.compile(r"(?:HfArgument|H4Argument|Trl)Parser\(")
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
-PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
+PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
 KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
@@ -375,7 +375,7 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
 @rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
     """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 5.15 dropped
-    `warmup_ratio` and `logging_dir`, 5.2 `group_by_length`, 5.0 the others."""
+    `warmup_ratio` and `logging_dir`, 5.2 `group_by_length`, 4.51 `evaluation_strategy`, 5.0 most others."""
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
         return  # which pins another version, or has a field of that name itself
     raises = "and raises" if doc.program else "and raises; older versions have it"
