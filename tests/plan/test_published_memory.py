@@ -195,7 +195,13 @@ def mpt_plan(row: dict[str, str], accumulate: str | None = None, *, as_opt: bool
     width, layers = MPT[row["model"]]
     shape = plain("gpt_neox", width, layers, HEADS[row["model"]], 50368)
     if as_opt:
-        own = {"model_type": "opt", "ffn_dim": 4 * width, "dropout": 0.0, "activation_function": "gelu", "max_position_embeddings": 2048}
+        own = {
+            "model_type": "opt",
+            "ffn_dim": 4 * width,
+            "dropout": 0.0,
+            "activation_function": "gelu",
+            "max_position_embeddings": 2048,
+        }
         shape = llama(width, 4 * width, layers, HEADS[row["model"]], 50368, **own)
     return plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
 
