@@ -478,6 +478,6 @@ def test_what_trl_hands_to_the_loader_is_planned_or_named_with_what_it_does(text
 
 def test_a_quantization_that_trl_hands_to_the_loader_is_refused_with_its_option(tmp_path: Path) -> None:
     (tmp_path / "sft.yaml").write_text(TRL_FILE + "{quantization_config: {load_in_4bit: true}}")
-    with pytest.raises(ToolkitError, match="model_init_kwargs.quantization_config") as caught:
+    with pytest.raises(ToolkitError, match=r"model_init_kwargs\.quantization_config") as caught:
         configured_plan(tmp_path / "sft.yaml", None, PlanOptions(), given=[])
     assert "--load-in-4bit" in str(caught.value.hint)

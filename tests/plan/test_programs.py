@@ -542,8 +542,8 @@ def test_eager_attention_is_planned_where_there_are_formulas_and_else_said_to_be
 def test_a_long_row_that_is_refused_names_the_offload_that_fits_when_typed(capsys: Any) -> None:
     words = ["plan", "Qwen/Qwen3-8B", "--gpu", "h100", "--preset", "cp", "--cp", "8", "--num-processes", "8"]
     words += ["--max-seq-length", "1048576"]
-    first = run_command(*words, capsys=capsys).splitlines()[0]
+    first = run_command(words, capsys)[1].splitlines()[0]
     named = "--activation-checkpointing --activation-checkpointing-offload"
     assert first.startswith("does not fit")
     assert f"it fits with `{named}`" in first
-    assert run_command(*words, *named.split(), capsys=capsys).startswith("fits")
+    assert run_command([*words, *named.split()], capsys)[1].startswith("fits")
