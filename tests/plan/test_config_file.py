@@ -459,3 +459,25 @@ def test_the_file_of_a_script_is_answered_with_options_that_plan_its_job(tmp_pat
     file.write_text("model_name_or_path: a/b\nlora_rr: 8\n")  # one of ours, misspelt
     with pytest.raises(ToolkitError, match="unknown argument --lora_rr"):
         configured_plan(file, None, PlanOptions(), given=())
+
+
+TRL_FILE = "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: a/b\nmax_length: 512\nbf16: true\nmodel_init_kwargs: "
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{use_kernels: true, attn_implementation: eager}", '\'{"use_kernels": true, "attn_implementation": "eager"}\''],
+)
+def test_what_trl_hands_to_the_loader_is_planned_or_named_with_what_it_does(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(TRL_FILE + text)
+    plan = configured_plan(tmp_path / "sft.yaml", None, PlanOptions(), given=[])
+    assert plan.options.attn_implementation == "eager"
+    assert "model_init_kwargs.use_kernels (RMSNorm and linear attention by kernels of the hub" in plan.described
+    assert "attn_implementation" not in plan.described
+
+
+def test_a_quantization_that_trl_hands_to_the_loader_is_refused_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(TRL_FILE + "{quantization_config: {load_in_4bit: true}}")
+    with pytest.raises(ToolkitError, match=r"model_init_kwargs\.quantization_config") as caught:
+        configured_plan(tmp_path / "sft.yaml", None, PlanOptions(), given=[])
+    assert "--load-in-4bit" in str(caught.value.hint)

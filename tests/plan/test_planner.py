@@ -17,6 +17,7 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
 from toolkit.job.job import Job
+from toolkit.models import read_model
 from toolkit.plan.candidates import best_candidates
 from toolkit.plan.options import PlanOptions, RecommendOptions
 from toolkit.plan.plan_table import PlanAnswer, are_states_checked, plan_lines, summary
@@ -320,7 +321,7 @@ def test_a_checkpoint_that_training_dequantizes_is_planned_in_bf16_and_says_so(
         run_command(["plan", str(model), *job], capsys) for model in (tmp_path, LLAMA_8B_CONFIG)
     )
     assert stored == plain
-    assert f"its {method} weights are planned as training loads them, dequantized to bf16" in said
+    assert f"its {method} weights are planned dequantized to bf16, as `toolkit train` loads them" in said
     assert "dequantized" not in silent
 
 
@@ -435,3 +436,20 @@ def test_a_plan_of_the_model_with_most_tensors_makes_few_calls() -> None:
     finally:
         sys.setprofile(None)
     assert len(calls) < 800_000
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("openai/gpt-oss-20b", "mxfp4"),
+        ("Qwen/Qwen3-8B-FP8", "fp8"),
+        ("deepseek-ai/DeepSeek-V3", "fp8"),
+        ("Qwen/Qwen3-8B", ""),
+    ],
+)
+def test_a_hub_id_that_is_stored_in_fewer_bits_is_said_to_be_planned_in_bf16(
+    model: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_model._say_once.cache_clear()
+    read_model.check_unquantized(model)
+    assert (f"its {method} weights are planned dequantized" in capsys.readouterr().err) == bool(method)

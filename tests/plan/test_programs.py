@@ -537,3 +537,13 @@ def test_eager_attention_is_planned_where_there_are_formulas_and_else_said_to_be
         run_command(["plan", model, *words.split()], capsys)[1] for model in ("zai-org/glm-4-9b-hf", "Llama-2-7b-hf")
     ]
     assert ["what eager attention saves" in text for text in said] == [True, False]
+
+
+def test_a_long_row_that_is_refused_names_the_offload_that_fits_when_typed(capsys: Any) -> None:
+    words = ["plan", "Qwen/Qwen3-8B", "--gpu", "h100", "--preset", "cp", "--cp", "8", "--num-processes", "8"]
+    words += ["--max-seq-length", "1048576"]
+    first = run_command(words, capsys)[1].splitlines()[0]
+    named = "--activation-checkpointing --activation-checkpointing-offload"
+    assert first.startswith("does not fit")
+    assert f"it fits with `{named}`" in first
+    assert run_command([*words, *named.split()], capsys)[1].startswith("fits")

@@ -180,7 +180,7 @@ GPU_BYTES = {"h100_80gb": 85_000_000_000, "a100_80gb": 85_000_000_000, "a100_40g
 RAN = rows("mosaicml_bf16")
 
 
-def mpt_plan(row: dict[str, str], accumulate: str | None = None) -> MemoryPlan:
+def mpt_plan(row: dict[str, str], accumulate: str | None = None, *, as_opt: bool = False) -> MemoryPlan:
     """Composer has `no_sync` for DDP only (`ddp_sync_context`, 0231f26): under FSDP1 gradients are
     reduced in every accumulation step, as by default here."""
     job = PlannedJob(
@@ -189,10 +189,20 @@ def mpt_plan(row: dict[str, str], accumulate: str | None = None) -> MemoryPlan:
         gradient_accumulation_steps=int(row["gacc"]),
         accumulate=accumulate,
         activation_checkpointing=row["ac"] == "True",
-        loss="fused",
+        loss="chunked" if as_opt else "fused",
         lengths_differ=False,  # a mask makes SDPA repeat keys and values: pretraining needs none
     )
-    shape = plain("gpt_neox", *MPT[row["model"]], HEADS[row["model"]], 50368)
+    width, layers = MPT[row["model"]]
+    shape = plain("gpt_neox", width, layers, HEADS[row["model"]], 50368)
+    if as_opt:
+        own = {
+            "model_type": "opt",
+            "ffn_dim": 4 * width,
+            "dropout": 0.0,
+            "activation_function": "gelu",
+            "max_position_embeddings": 2048,
+        }
+        shape = llama(width, 4 * width, layers, HEADS[row["model"]], 50368, **own)
     return plan_memory(shape, load_preset("fsdp2"), world_size=int(row["gpus"]), job=job)
 
 
@@ -206,3 +216,8 @@ def test_nothing_that_ran_at_mosaicml_is_refused_except_with_whole_gradients(
     assert (len(RAN), refused, sum(each > 0.07 for each in over)) == (191, above, far_above)
     job = {"model": "30b", "seq": "2048", "gpu": "h100_80gb", "gpus": "8"}  # 21 accumulation steps
     assert round(next(plan for row, plan in plans if row.items() >= job.items()).planned_peak_bytes / GIB) == gib_of_30b
+
+
+def test_nothing_that_ran_at_mosaicml_is_refused_with_opts_shapes_and_the_default_loss() -> None:
+    plans = [(row, mpt_plan(row, as_opt=True)) for row in RAN]
+    assert DOES_NOT_FIT not in {memory_verdict(plan, memory_bytes=GPU_BYTES[row["gpu"]]) for row, plan in plans}

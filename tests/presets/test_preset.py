@@ -223,3 +223,20 @@ def test_an_unknown_preset_lists_all_and_names_the_nearest() -> None:
     assert caught.value.hint == "see `toolkit presets`"
     with pytest.raises(ToolkitError, match=r"no such file: nowhere/mine\.yaml"):
         load_preset("nowhere/mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ddp_fp16", "did you mean `ddp`? fp16 is no preset: it is automatic"),
+        ("zero2_fp16", "did you mean `zero2`? fp16 is no preset"),
+        ("qlora", "--lora-r 16 --load-in-4bit"),
+        ("deepspeed_zero3", "did you mean `zero3`?"),
+        ("zero3_offload", "did you mean `zero3_cpu_offload`?"),
+        ("fsdp", "did you mean `fsdp2`?"),
+    ],
+)
+def test_a_usual_name_that_no_preset_has_is_answered_with_what_to_type(name: str, hint: str) -> None:
+    with pytest.raises(ToolkitError, match="unknown preset") as caught:
+        load_preset(name)
+    assert hint in str(caught.value.hint)

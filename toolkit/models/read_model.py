@@ -224,10 +224,13 @@ def check_unquantized(model: str) -> None:
     One that is dequantized for training is planned as that.
     """
     quantized = read_config(config_path(model)).get("quantization_config")
+    if not quantized and not user_path(model).exists():
+        short, stored = hub_id(model).lower().rpartition("/")[2], MODEL_TYPES["stored_by_hub_ids"].items()
+        quantized = next((method for method, words in stored if re.search(words, short)), None)
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         if method in DEQUANTIZED_METHODS:
-            _say_once(f"{model}: its {method} weights are planned as training loads them, dequantized to bf16")
+            _say_once(f"{model}: its {method} weights are planned dequantized to bf16, as `toolkit train` loads them")
             return
         raise ToolkitError(
             f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",

@@ -17,7 +17,7 @@ from toolkit.convert.draft import PRESET, Conversion, block_of, load_dialect, pl
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
 from toolkit.errors import ToolkitError, shown
-from toolkit.files.documents import read_configuration
+from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import is_file
 from toolkit.job.argument_aliases import ALIASES, canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
@@ -158,6 +158,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
     tool = program if program in TOOLS else None
     program, values = read_settings(file, tool, methods=[each for each in METHODS if each != SFT], others=[SWIFT])
+    values = _with_loading(values) if program == "trl" else values
     if program == SWIFT:
         return _swift(file, values, options, given)
     method = options.method if "method" in given else _method(program, values, file)
@@ -187,6 +188,17 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
     return _Source(program, values, convert_settings(program, left, file), method)
+
+
+def _with_loading(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return TRL's settings with what its `model_init_kwargs` say: they win over its own (trl/scripts/sft.py)."""
+    loading = values.get("model_init_kwargs")
+    loading = parse_yaml(loading, "model_init_kwargs") if isinstance(loading, str) else loading
+    if not isinstance(loading, dict):
+        return values
+    own = {name: loading[name] for name in ("attn_implementation", "dtype", "torch_dtype") if name in loading}
+    others = {name: value for name, value in loading.items() if name not in own}
+    return {**values, **own, "model_init_kwargs": others}
 
 
 def _no_model(file: Path) -> ToolkitError:
@@ -355,7 +367,8 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
         elif option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
         elif each.has_effect and not is_off and _is_listed(each.key) and "CutCross" not in str(each.value):
-            yield each.key, None, ""
+            effect = plan_table()["effects"].get(each.key.rpartition(".")[2])
+            yield each.key + (f" ({effect})" if effect else ""), None, ""
 
 
 def _refused(source: _Source) -> str:

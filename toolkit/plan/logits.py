@@ -17,7 +17,7 @@ WITHOUT_CHUNKED_LOSS = frozenset(
     (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small"),
         *("camembert", "cpmant", "data2vec-text", "electra", "ernie", "git", "inkling2_text", "marian", "mbart"),
-        *("megatron-bert", "modernbert-decoder", "mvp", "opt", "pegasus", "plbart", "prophetnet", "rembert", "roberta"),
+        *("megatron-bert", "modernbert-decoder", "mvp", "pegasus", "plbart", "prophetnet", "rembert", "roberta"),
         *("roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl"),
         *("xlnet", "xmod"),
     )

@@ -151,7 +151,8 @@ def summary(answer: PlanAnswer) -> str:
     if is_open(best) and (measures := rehearsal_command(best)):
         return f"{text}; `{measures}` measures it"
     if more is None or more.smallest_world_size is None:
-        return text
+        ways = long_row_settings(best) if best.verdict == DOES_NOT_FIT and best.host_refusal is None else []
+        return f"{text}; it fits with {' or '.join(ways)}" if ways else text
     return f"{text}; `{more.preset.name}` fits on {counted(more.smallest_world_size, 'GPU')}"
 
 
@@ -185,6 +186,21 @@ def settings_that_fit(plan: Plan) -> list[str]:
 
     pairs = (pair for pair in itertools.combinations(ways, 2) if fit(*pair))
     return [name for name in ways if fit(name)][:2] or [" and ".join(pair) for pair in itertools.islice(pairs, 1)]
+
+
+def long_row_settings(plan: Plan) -> list[str]:
+    """Return the settings for long rows with which a plan fits that does not."""
+    changes: dict[str, dict[str, Any]] = {
+        "`--activation-checkpointing --activation-checkpointing-offload`": {
+            "activation_checkpointing": True,
+            "activation_checkpointing_offload": True,
+        },
+        "`--tiled-mlp`": {"numerics": replace(plan.job.numerics, tiled_mlp=True)},
+    }
+    candidates = {
+        name: candidate_of(plan.request, plan.preset, replace(plan.job, **new)) for name, new in changes.items()
+    }
+    return [name for name, candidate in candidates.items() if candidate.fits]
 
 
 def _heading(answer: PlanAnswer) -> str:

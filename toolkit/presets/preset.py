@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,16 @@ class Preset(PresetSpec):
         return from_pretrained_arguments(self, degrees)
 
 
+# What people type for a preset, and what to type; the start of a name is enough.
+OTHER_NAMES = {
+    "qlora": "`--lora-r 16 --load-in-4bit`, with preset `ddp` or `fsdp2`",
+    "lora": "`--lora-r 16`, with any preset",
+    "deepspeed": "`zero2` or `zero3`",
+    "auto": "leave `--preset` out: all are planned",
+}
+IN_FP16 = "fp16 is no preset: it is automatic on GPUs without bf16 (T4, V100)"
+
+
 def presets_root() -> Path:
     """Return the folder of `accelerate_configs/` and `ds_configs/`: inside the wheel, or the checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -100,11 +111,12 @@ def load_preset(name: str) -> Preset:
         return read_preset(user_path(name))
     names = preset_names()
     if name not in names:
-        close = nearest(name, names)
-        raise ToolkitError(
-            f"unknown preset {shown(name)}; available: {', '.join(names)}",
-            hint=f"did you mean `{close}`?" if close else "see `toolkit presets`",
-        )
+        plain = re.sub("[-_]?(fp16|deepspeed(?=.)[-_]?)", "", name.lower().replace("-", "_"))
+        close = plain if plain in names else nearest(plain, names)
+        other = next((what for each, what in OTHER_NAMES.items() if plain.startswith(each)), None)
+        hint = other or (f"did you mean `{close}`?" if close else "see `toolkit presets`")
+        hint = f"{hint} {IN_FP16}" if "fp16" in name.lower() else hint
+        raise ToolkitError(f"unknown preset {shown(name)}; available: {', '.join(names)}", hint=hint)
     return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
 
 

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 from model_configs import TINY
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_fields import ModelArguments
 from toolkit.job.job import Job
 from toolkit.train.checkpointing import in_fp32
-from toolkit.train.model.loading import choose_attention, freeze, load_tokenizer, loaded_dtype, prepare_model
+from toolkit.train.model.loading import (
+    choose_attention,
+    dequantized,
+    freeze,
+    load_model,
+    load_tokenizer,
+    loaded_dtype,
+    prepare_model,
+)
 
 SAVES_HEAD: dict[str, Any] = {"lora_r": 4, "lora_config": {"modules_to_save": ["lm_head"]}}
 
@@ -110,3 +119,29 @@ def test_a_tokenizers_length_that_is_no_number_is_refused(tiny_model: Path, tmp_
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": {"a": 1}}))
     with pytest.raises(ToolkitError, match="model_max_length is"):
         load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path)), chat_template=None)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", None])
+def test_weights_of_fewer_bits_are_asked_for_dequantized_also_where_a_gpu_would_keep_them(method: str | None) -> None:
+    config = AutoConfig.for_model(
+        "llama", **TINY, **({"quantization_config": {"quant_method": method}} if method else {})
+    )
+    asked = dequantized(config).get("quantization_config")
+    assert (asked is not None and asked.dequantize) == (method in ("mxfp4", "fp8"))
+
+
+def test_an_fp8_checkpoint_is_trained_from_its_dequantized_weights(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **TINY)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = model.state_dict()[name].to(torch.float8_e4m3fn)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {name: expected, f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    loaded = load_model(ModelArguments(model_name_or_path=str(tmp_path)), compute_dtype=torch.bfloat16)
+    assert torch.equal(loaded.state_dict()[name].float(), expected.float() * 0.5)
+    assert "quantization_config" not in loaded.config.to_dict()

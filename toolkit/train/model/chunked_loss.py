@@ -300,9 +300,11 @@ class _Replacement:
 
     def __getattr__(self, name: str) -> Any:
         setting = getattr(self.replaced, name)
-        if isinstance(setting, torch.nn.Module):
-            raise AttributeError(name)
-        return setting
+        if not isinstance(setting, torch.nn.Module):
+            return setting
+        if name == "decoder":  # OPT's head calls it in the backbone's place
+            return _Replacement(self.value, setting)
+        raise AttributeError(name)
 
 
 def read_logit_scale(plain: Any) -> LogitScale:

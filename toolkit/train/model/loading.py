@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, FineGrainedFP8Config, Mxfp4Config
 
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.sharded_at_load import distributed_config
@@ -85,6 +85,8 @@ def load_model(
         extra["attn_implementation"] = arguments.attn_implementation
     if arguments.load_in_4bit:
         extra["quantization_config"] = quantization_config(compute_dtype)
+    else:
+        extra |= dequantized(from_pretrained(AutoConfig, arguments))
     source, adapter = arguments, None
     if layout is not None:
         extra["distributed_config"] = distributed_config(layout, half=compute_dtype == torch.bfloat16)
@@ -101,6 +103,20 @@ def load_model(
         model = load_with_experts_in_4_bits(partial(load_for_shards, load) if _is_sharded_4_bit(arguments) else load)
         keep_packing(model)
     return prepare_model(model, arguments, compute_dtype=compute_dtype, adapter=adapter)
+
+
+def dequantized(config: Any) -> dict[str, Any]:
+    """Return the argument that loads weights stored in mxfp4 or fp8 in a dtype that trains; nothing for others.
+
+    On a GPU transformers would keep them packed, which nothing trains (`Mxfp4HfQuantizer.is_trainable`).
+    """
+    kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+    stored = getattr(config, "quantization_config", None) or {}
+    kind = kinds.get(stored.get("quant_method") if isinstance(stored, dict) else None)
+    if kind is None:
+        return {}
+    left = stored.get("modules_to_not_convert")
+    return {"quantization_config": kind(dequantize=True, modules_to_not_convert=left)}
 
 
 def loaded_dtype(arguments: ModelArguments, compute_dtype: torch.dtype) -> torch.dtype:
