@@ -60,10 +60,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
     """Under bf16 and autocast, full and LoRA of two ranks, with every mask that the model has."""
-    from toolkit.models.count_from_transformers import RANKS, count_activations
+    from toolkit.models.count_from_transformers import RANKS, _kind_of_each_layer, describe_activations
 
     path = config_file(tmp_path, *MODELS[name])
-    shape, counted = read_model(str(path)), CountedActivations.read(count_activations(built(path)), RANKS[0])
+    model = built(path)
+    rows = describe_activations(model.config, _kind_of_each_layer(model))["activations"]
+    shape, counted = read_model(str(path)), CountedActivations.read(rows, RANKS[0])
     assert counted is not None
     masks = [mask for mask in MASKS if (False, False, mask) in counted.saved]
     for autocast, lora_r, mask in itertools.product((False, True), (None, 8, 24), masks):

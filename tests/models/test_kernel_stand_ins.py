@@ -61,6 +61,27 @@ def test_mamba_2_saves_its_projected_input_the_scans_output_and_a_statistic() ->
     assert projected.grad.shape == projected.shape
 
 
+def test_mamba_1_saves_its_inputs_with_neighbouring_tokens_its_states_and_what_the_gate_multiplies() -> None:
+    width, state, chunks = 32, 8, 2
+    length = 2048 * chunks - 1
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "requires_grad": True}
+    states, steps = (torch.zeros(ROWS, width, length, **options) for _ in range(2))
+    turned, gate = (torch.zeros(ROWS, length, each, **options) for each in (state, width))
+    decays, bias = torch.zeros(width, state, requires_grad=True), torch.zeros(width, requires_grad=True)
+    inputs = (states, steps, decays, turned.transpose(1, 2), turned.transpose(1, 2))
+
+    def held(**gated: Any) -> int:
+        output, size = saved_by(lambda: STAND_INS["mamba_selective_scan"](*inputs, delta_bias=bias, **gated))
+        assert output.shape == states.shape
+        output.sum().backward()
+        return size
+
+    rows, ends = 2 * ROWS * length, 4 * ROWS * width * chunks * 2 * state
+    assert held() == rows * (2 * width + 2 * state) + ends + decays.nbytes + bias.nbytes
+    assert held(z=gate.transpose(1, 2)) == rows * (4 * width + 2 * state) + ends + decays.nbytes + bias.nbytes
+    assert all(each.grad.shape == each.shape for each in (states, steps, decays, turned, gate, bias))
+
+
 def test_functions_of_models_are_replaced_and_put_back() -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +192,58 @@ def test_remote_code_is_neither_run_nor_asked_for(tmp_path: Path, monkeypatch: p
     with pytest.raises(ToolkitError, match="only decoders are"):
         read_model(str(tmp_path))
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba"])
+def test_a_module_that_is_named_beside_the_layer_around_it_is_no_layer(model_type: str, tmp_path: Path) -> None:
+    """Mamba names its mixers and its blocks, and each was counted: the adapters then had fewer layers."""
+    model = built(config_file(tmp_path, model_type, {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 96}))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    shape = counted_tensors(model)
+    assert (shape.num_layers, shape.num_params) == (3, parameters)
+
+
+SMALL_BIOGPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "why"),
+    [
+        ("zamba2", TINY | {"n_mamba_heads": 2, "layers_block_type": ["hybrid"] * 3}, "its layers share tensors"),
+        ("biogpt", SMALL_BIOGPT, "it names no layers that are never split"),
+    ],
+)
+def test_a_model_whose_layers_cannot_be_planned_is_refused_with_the_reason(
+    model_type: str,
+    fields: dict[str, Any],
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Zamba 2 said that `zip()` was longer, and BioGPT's plan had the largest of no layers."""
+    from toolkit.models import count_from_transformers as counting
+
+    monkeypatch.setattr(counting, "COUNTING_CPU_SECONDS", time.process_time() + 60)
+    with pytest.raises(SystemExit):
+        counting.main([str(config_file(tmp_path, model_type, fields))])
+    assert capsys.readouterr().out.startswith(f"{reading.REFUSED}{why}")
+
+
+def test_the_limit_of_a_count_holds_where_its_first_error_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores what a callback raises that runs while a tensor is freed."""
+    from toolkit.models import count_from_transformers as counting
+
+    def work(seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    def count() -> None:
+        with contextlib.suppress(TimeoutError):
+            work(2)
+        work(4)
+
+    monkeypatch.setattr(counting, "COUNTING_CPU_SECONDS", 0)
+    with pytest.raises(TimeoutError), counting.limited_seconds():
+        count()

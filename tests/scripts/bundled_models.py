@@ -26,7 +26,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from toolkit.models import count_from_transformers as counting
-from toolkit.models.decoders import types_with_formulas
+from toolkit.models.config_fields import ConfigFields
+from toolkit.models.decoders import shape_from_config
 from toolkit.models.read_model import COUNTED, as_transformers_has_it, bundled_models, known_models
 
 SECONDS = 150  # of a processor, for models whose layers differ in many ways
@@ -52,6 +53,11 @@ def count(config: Path, result: Path) -> None:
             print(f"{config.parent.name}: {str(error)[:300]}", file=sys.stderr)
     result.with_suffix(".part").unlink(missing_ok=True)
     os._exit(0)
+
+
+def has_formulas(config: Path, values: dict[str, Any]) -> bool:
+    """Return True if the formulas cover a configuration: those of its type may not, as those of StableLM 2 12B."""
+    return shape_from_config(ConfigFields(values, str(config))) is not None
 
 
 def plan_seconds(python: str, name: str) -> float:
@@ -89,7 +95,7 @@ def main() -> int:
         config = known_models()[name]
         values: dict[str, Any] = as_transformers_has_it(json.loads(config.read_text()))
         path = config.with_name(COUNTED)
-        if values["model_type"] in types_with_formulas() or (name in planned and name not in options.names):
+        if has_formulas(config, values) or (name in planned and name not in options.names):
             continue
         if options.check and not path.exists() and name not in options.names:  # it follows from another size
             continue

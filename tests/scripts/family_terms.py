@@ -14,6 +14,7 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -95,7 +96,8 @@ def derive(path: Path) -> dict[str, Any]:
                     pairs[pair] = built(base | {name: 2 * base[name] for name in pair})
             term = _sum(place, value, base, list(moved), doubled, pairs)
         terms[place] = term or "|".join([str(value), *moved])
-    step = 3 * next((size for name, size in base.items() if name.endswith("num_attention_heads")), 8)
+    # a multiple of each part's heads, since a head's width is rounded down
+    step = 3 * math.lcm(8, *(size for name, size in base.items() if name.endswith("num_attention_heads")))
     for name in (name for name in doubled if base[name] > SMALL):  # what is rounded follows no product
         try:
             other = built(base | {name: base[name] + step})

@@ -79,6 +79,7 @@ def main(argv: list[str]) -> None:
             config = read_configuration(path)
             with torch.device("meta"):
                 model = model_class(config).from_config(config, trust_remote_code=False)
+            check_layers(model)
             progress("tensors")
             described, kinds = describe_tensors(model), _kind_of_each_layer(model)
             fewer = _with_fewer_layers(model.config, kinds)
@@ -106,7 +107,8 @@ def limited_seconds() -> Iterator[None]:
         raise TimeoutError(f"its count takes more than {COUNTING_CPU_SECONDS} s of a processor")
 
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, max(0.1, COUNTING_CPU_SECONDS - time.process_time()))
+    # and each second from then on: Python ignores what is raised while it frees a tensor
+    signal.setitimer(signal.ITIMER_PROF, max(0.1, COUNTING_CPU_SECONDS - time.process_time()), 1)
     try:
         yield
     finally:
@@ -124,6 +126,7 @@ def describe_activations(config: Any, kinds: list[str]) -> dict[str, Any]:
     try:
         rows = _rows_of_both(config, kinds)
     except Exception as error:  # whatever an arbitrary architecture does with values that are not there
+        signal.setitimer(signal.ITIMER_PROF, 0)
         reason = _first_line(error)
     return {"activations": rows, "counted_rank": RANKS[0], "why_not_counted": reason}
 
@@ -258,15 +261,6 @@ def _first_integer(config: Any, *names: str) -> int | None:
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
-def count_activations(model: Any) -> list[Row]:
-    """Return one row per compute dtype, training method and mask, for a model on the meta device.
-
-    Raises whatever the model's code raises where it reads tensor values, which fake tensors do not have.
-    """
-    kinds = _kind_of_each_layer(model)
-    return _rows_of_both(_with_fewer_layers(model.config, kinds), kinds)
-
-
 def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
     return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
 
@@ -274,8 +268,18 @@ def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
 def decoder_layers(model: Any) -> dict[str, Any]:
     """Return the modules that are never split, by name: FSDP2 wraps them, activation checkpointing recomputes them."""
     classes = set(model._no_split_modules or ())
-    modules = ((name, module) for name, module in model.named_modules() if type(module).__name__ in classes)
-    return {name: module for name, module in modules if not TOWER.search(name)}
+    modules = [(name, module) for name, module in model.named_modules() if type(module).__name__ in classes]
+    inside = tuple(f"{name}." for name, _ in modules)  # a Mamba names its mixers beside the blocks around them
+    return {name: module for name, module in modules if not (TOWER.search(name) or name.startswith(inside))}
+
+
+def check_layers(model: Any) -> None:
+    """Raise ValueError for a model without layers, and for one whose layers share tensors: neither is planned."""
+    of_layers = [id(parameter) for layer in decoder_layers(model).values() for parameter in layer.parameters()]
+    if not of_layers:
+        raise ValueError("it names no layers that are never split (`_no_split_modules`)")
+    if len(of_layers) > len(set(of_layers)):
+        raise ValueError("its layers share tensors")
 
 
 def _kind_of_each_layer(model: Any) -> list[str]:

@@ -4,7 +4,8 @@ Without flash-linear-attention, mamba-ssm and causal-conv1d, transformers comput
 the chunks of a row, which on fake tensors takes minutes, and saves each intermediate. Nobody trains so. Each stand-in
 allocates the output, saves what the kernel's `save_for_backward` has, and in the backward allocates what the kernel
 allocates at once. Read in flash-linear-attention (`ops/gated_delta_rule/chunk.py`, `ops/kda/chunk.py`), mamba-ssm
-(`ops/triton/ssd_combined.py`) and causal-conv1d (`causal_conv1d_interface.py`), all of summer 2026.
+(`ops/triton/ssd_combined.py`, `ops/selective_scan_interface.py`) and causal-conv1d (`causal_conv1d_interface.py`), all
+of summer 2026.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 CHUNK = 64  # tokens per chunk of flash-linear-attention; mamba-ssm's is an argument
+SCAN_CHUNK = 2048  # but for Mamba 1
 
 
 class _Kernel(torch.autograd.Function):  # type: ignore[misc]
@@ -75,6 +77,19 @@ def _convolution(hidden_states: Any, weight: Any, bias: Any = None, activation: 
         return torch.empty_like(states), [states, weight, *bias], lambda: None
 
     return _Kernel.apply(made, hidden_states, weight, *([] if bias is None else [bias]))
+
+
+def _selective_scan(*inputs: Any, D: Any = None, z: Any = None, delta_bias: Any = None, **_: Any) -> Any:  # noqa: N803
+    """Mamba 1: its inputs with neighbouring tokens, fp32 states at the ends of chunks, and what the gate multiplies."""
+
+    def made(*inputs: Any) -> Any:
+        inputs = tuple(each if each.stride(-1) == 1 else each.contiguous() for each in inputs)
+        (rows, width, length), states = inputs[0].shape, inputs[2].shape[1]
+        ends = inputs[0].new_empty(rows, width, -(-length // SCAN_CHUNK), 2 * states, dtype=torch.float32)
+        gated = [] if z is None else [torch.empty_like(inputs[0])]
+        return torch.empty_like(inputs[0]), [*inputs, ends, *gated], lambda: None
+
+    return _Kernel.apply(made, *inputs, *(each for each in (D, z, delta_bias) if each is not None))
 
 
 def _mamba2(
@@ -147,6 +162,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _kimi_delta_rule,
     "causal_conv1d_fn": _convolution,
     "mamba2_split_conv1d_scan_combined": _mamba2,
+    "mamba_selective_scan": _selective_scan,
 }
 
 

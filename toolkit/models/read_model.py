@@ -91,8 +91,8 @@ def as_transformers_has_it(values: dict[str, Any]) -> dict[str, Any]:
 def count_shape(config: Path, values: Mapping[str, Any], *, waits: bool = True) -> ModelShape | None:
     """Return the shape of the model that `config` describes; `values` are its fields.
 
-    Without `waits`, None where there is neither a count nor one of its family. Raises ToolkitError if transformers
-    cannot build a language model from it.
+    Without `waits`, None where there is neither a count nor one of its family. Raises ToolkitError if
+    transformers cannot build a language model from it, or none that is planned.
     """
     if (bundled := bundled_count(values)) is not None:
         return shape_from_counted(json.loads(bundled.read_text()))
@@ -180,7 +180,7 @@ def _run_child(config: Path) -> Any:
         refused = next((line for line in lines if line.startswith(REFUSED)), "no reason given")
         reason = refused.removeprefix(REFUSED)[:MAX_REASON]
         raise ToolkitError(
-            f"{config}: transformers cannot build a language model from it: {reason}",
+            f"{config}: no language model can be counted from it: {reason}",
             hint=f"architectures that need no transformers: {_known()}",
         )
     return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")

@@ -157,7 +157,7 @@ class CountedActivations:
 
     @classmethod
     def read(cls, rows: Sequence[Mapping[str, Any]], rank: int) -> CountedActivations | None:
-        """Return the activations in the JSON rows of `count_activations`; None if there are none."""
+        """Return the activations in the JSON rows of `count_from_transformers`; None if there are none."""
         saved = {(row["autocast"], row["lora"], row["mask"]): _saved(row) for row in rows if not row["per_rank"]}
         per_rank = {row["autocast"]: _saved(row) for row in rows if row["per_rank"]}
         return cls(saved=saved, per_rank=per_rank, counted_rank=rank) if rows else None
