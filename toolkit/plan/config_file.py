@@ -190,7 +190,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     return _Source(program, values, convert_settings(program, left, file), method)
 
 
-def _with_loading(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_loading(values: dict[str, Any]) -> dict[str, Any]:
     """Return TRL's settings with what its `model_init_kwargs` say: they win over its own (trl/scripts/sft.py)."""
     loading = values.get("model_init_kwargs")
     loading = parse_yaml(loading, "model_init_kwargs") if isinstance(loading, str) else loading

@@ -112,7 +112,7 @@ def dequantized(config: Any) -> dict[str, Any]:
     """
     kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
     stored = getattr(config, "quantization_config", None) or {}
-    kind = kinds.get(stored.get("quant_method") if isinstance(stored, dict) else None)
+    kind = kinds.get(str(stored.get("quant_method"))) if isinstance(stored, dict) else None
     if kind is None:
         return {}
     left = stored.get("modules_to_not_convert")
