@@ -42,6 +42,12 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
         ("fsdp1-key-of-trainer", f"{TRAINER}fsdp: true\nfsdp_config: {{use_orig_params: true}}\n",
          "transformers==5.9.0", "5.10.0"),
         ("refused-by-trainer", f"{TRAINER}fsdp: hybrid_shard\n", "transformers==5.9.0", "5.10.0"),
+        ("removed-training-argument", f"{TRAINER}evaluation_strategy: steps\n", "transformers==4.50.3", "4.51.0"),
+        ("removed-training-argument", f"{TRAINER}split_batches: true\n", "transformers==4.50.3", "4.56.1"),
+        ("removed-training-argument", f"{TRAINER}dispatch_batches: true\n", "tokenizers==0.20.3", "0.21.0"),
+        ("removed-training-argument", f"{TRAINER}use_ipex: true\n", "transformers==4.56.2", "4.57.0"),
+        ("removed-training-argument", f"{TRAINER}sharded_ddp: simple\n", "transformers==4.34.0", "4.35.0"),
+        ("unknown-trl-setting", f"{TRL}max_seq_length: 512\n", "trl==0.19.1", "0.20.0"),
         ("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", "trl==0.28.0", "0.29.0"),
         ("padding-free-refused", f"{TRL}packing: false\npadding_free: true\n", "trl==0.29.0", "1.0.0"),
         ("refused-by-trl", f"{TRL}num_generations: 8\nauto_find_batch_size: true\n", "trl==1.8.0", "1.9.0"),
@@ -58,6 +64,13 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
     after = found(tmp_path, rule, {name: file, "requirements.txt": f"{library}=={new}"})
     assert [each.level for each in before] == ["note"]
     assert [each.level != "note" for each in after] == [True]
+
+
+def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_refused(tmp_path: Path) -> None:
+    files = {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n", "x.py": "HfArgumentParser(TrainingArguments)\n"}
+    findings = found(tmp_path, "removed-training-argument", files)
+    expected = [("warning", "if you run transformers 4.51.0 or newer: ")]
+    assert [(each.level, each.fix.partition("`")[0]) for each in findings] == expected
 
 
 @pytest.mark.parametrize(

@@ -372,10 +372,11 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
-@rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", removed_in="4.51.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
-    """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 5.15 dropped
-    `warmup_ratio` and `logging_dir`, 5.2 `group_by_length`, 5.0 the others."""
+    """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 4.51 dropped
+    `evaluation_strategy`, 5.2 `group_by_length`, 5.15 `warmup_ratio` and `logging_dir`, 5.0 most others.
+    """
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
         return  # which pins another version, or has a field of that name itself
     raises = "and raises" if doc.program else "and raises; older versions have it"
