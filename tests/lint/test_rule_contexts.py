@@ -18,6 +18,9 @@ TRL = "model_name_or_path: a/b\ndataset_name: c/d\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\ndatasets: [{path: x}]\n"
 TWO_NODES = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
 C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
+HF = "HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
+SHARDED = "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+SHARDED_RUN = "accelerate launch --config_file a.yaml x.py --output_dir out --bf16 --do_train --save_strategy steps\n"
 OWN_LOOP = "engine = deepspeed.initialize(args)\n"
 
 
@@ -111,6 +114,12 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("sharded-final-save", {"a.sh": SHARDED_RUN, "x.py": f"{HF}plugin.set_state_dict_type('FULL_STATE_DICT')\n",
+                                "a.yaml": SHARDED}),
+        ("sharded-final-save", {"a.yaml": SHARDED, "x.py": f"{HF}with FSDP.state_dict_type(\n    model, "
+                                "StateDictType.FULL_STATE_DICT\n): trainer.save_model()\n"}),
+        ("sharded-final-save", {"a.sh": f"{SHARDED_RUN}", "x.py": f"from ends import finish\n{HF}", "a.yaml": SHARDED,
+                                "ends.py": "plugin.state_dict_type = StateDictType.FULL_STATE_DICT\n"}),
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[str, str], tmp_path: Path) -> None:
@@ -135,6 +144,17 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
     rule: str, files: dict[str, str], part: str, tmp_path: Path
 ) -> None:
     assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
+
+
+@pytest.mark.parametrize(
+    ("files", "is_known"),
+    [({"a.sh": SHARDED_RUN, "a.yaml": SHARDED, "x.py": HF}, True), ({"a.yaml": SHARDED, "x.py": HF}, False)],
+)
+def test_a_sharded_save_is_said_without_an_unless_where_the_script_is_known(
+    files: dict[str, str], is_known: bool, tmp_path: Path
+) -> None:
+    (finding,) = found(tmp_path, "sharded-final-save", files)
+    assert (finding.level, "unless" in finding.message) == (("warning", False) if is_known else ("note", True))
 
 
 def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:

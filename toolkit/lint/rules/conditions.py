@@ -65,6 +65,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "saves": settings.saves,
+    "changes_to_full": settings.changes_to_full,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
