@@ -32,7 +32,7 @@ _TRAINER = re.compile(
 )
 _REQUIREMENTS = (
     *("*requir*.txt", "*constraint*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*.lock"),
-    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml"),
+    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml", "cog.yaml"),
 )
 # Of these the lines that install something count.
 _INSTRUCTIONS = ("README*", "*[Ii]nstall*.md", "INSTALL*", "*.sh", "Makefile", "*.ipynb")
