@@ -21,6 +21,9 @@ C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
 HF = "HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
 SHARDED = "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
 SHARDED_RUN = "accelerate launch --config_file a.yaml x.py --output_dir out --bf16 --do_train --save_strategy steps\n"
+BEST = f"{TRAINER}load_best_model_at_end: true\n"
+BY_NAME = "kwargs = {'load_best_model_at_end': config.get('load_best_model_at_end', True)}\n"
+PARSE = "TrlParser((ModelConfig, SFTConfig)).parse_args_and_config"
 OWN_LOOP = "engine = deepspeed.initialize(args)\n"
 
 
@@ -114,6 +117,11 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs["eval_strategy"] = "steps"\n'}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs |= {{"evaluation_strategy": "steps"}}\n'}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f"{BY_NAME}SFTConfig(eval_strategy='steps', **kwargs)\n"}),
+        ("refused-by-trainer", {"a.yaml": f"{TRL}eval_strategy: epoch\nload_best_model_at_end: true\n",
+                                "x.py": f"{BY_NAME}SFTConfig(save_strategy='epoch', **kwargs)\n"}),
         ("sharded-final-save", {"a.sh": SHARDED_RUN, "x.py": f"{HF}plugin.set_state_dict_type('FULL_STATE_DICT')\n",
                                 "a.yaml": SHARDED}),
         ("sharded-final-save", {"a.yaml": SHARDED, "x.py": f"{HF}with FSDP.state_dict_type(\n    model, "
@@ -155,6 +163,38 @@ def test_a_sharded_save_is_said_without_an_unless_where_the_script_is_known(
 ) -> None:
     (finding,) = found(tmp_path, "sharded-final-save", files)
     assert (finding.level, "unless" in finding.message) == (("warning", False) if is_known else ("note", True))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"{HF}report = dict(eval_strategy='steps')\n",  # its parser passes the file on as it is
+        f'{BY_NAME}kwargs["eval_steps"] = 10\nif kwargs["eval_strategy"] == "no": pass\n',
+    ],
+)
+def test_a_best_model_without_an_evaluation_is_refused_where_no_code_sets_one(script: str, tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "refused-by-trainer", {"a.yaml": BEST, "x.py": script})
+    assert finding.key == "load_best_model_at_end"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "level"),
+    [
+        (f"{PARSE}(return_remaining_strings=True)", "drops it", "warning"),
+        (f"{PARSE}()", "raises", "error"),
+        (f"args = {PARSE}(return_remaining_strings=True)\nprint(args.warmup_ratio)", "raises", "error"),
+        ("HfArgumentParser(SFTConfig).parse_yaml_file(name, allow_extra_keys=True)", "drops it", "note"),
+        ("HfArgumentParser(SFTConfig).parse_yaml_file(name)", "raises", "error"),
+    ],
+)  # fmt: skip
+def test_a_parser_that_keeps_the_rest_drops_what_is_gone(script: str, words: str, level: str, tmp_path: Path) -> None:
+    files = {
+        "a.yaml": f"{TRL}bf16: true\nwarmup_ratio: 0.1\n",
+        "x.py": script,
+        "requirements.txt": "transformers>=5.20",
+    }
+    (finding,) = found(tmp_path, "removed-training-argument", files)
+    assert (finding.level, words in finding.message) == (level, True)
 
 
 def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:

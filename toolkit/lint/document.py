@@ -70,10 +70,10 @@ SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 
 # Fields of a script's dataclass whose defaults in transformers and TRL the rules count on.
-_COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
+_COUNTED_ON = "(?:eval|evaluation|save)_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
 _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
 OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
-SET_BY_SCRIPT = re.compile(rf"\.(?:{_COUNTED_ON})(?:\[[^\]\n]*\])?[ \t]*=(?!=)")
+SET_BY_SCRIPT = re.compile(rf"(?:\.|\[[\"'])(?:{_COUNTED_ON})(?:[\"']\])?(?:\[[^\]\n]*\])?[ \t]*=(?!=)")
 PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.DOTALL)
 
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.

@@ -49,7 +49,7 @@ DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)"
 PARSES_WHOLE = re.compile(r"(?:HfArgument|H4Argument|Trl)Parser\(")
 DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
-PARSED = re.compile(r"\.parse_args_into_dataclasses\(([^()]*)\)")
+PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
 KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
@@ -391,9 +391,10 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         parsed = PARSED.findall(doc.reader_source)  # also by the scripts beside the one that is started
-        is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed))
+        of_arguments = doc.is_read_from_arguments(name)  # which raises where the parser has dropped it
+        is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed)) and not of_arguments
+        is_lost |= doc.call is None and DROPS_EXTRA.search(doc.reader_source) is not None
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
-        of_arguments = doc.is_read_from_arguments(name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         if of_arguments:

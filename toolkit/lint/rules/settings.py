@@ -209,6 +209,12 @@ def saves(doc: Document) -> bool:
     return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
+def passes(doc: Document, name: str) -> bool:
+    """Return True where the code that reads a file has a value of its own for a training argument, and passes it."""
+    quoted = rf"[\"']{name}[\"'](?:[ ]*:|\][ ]*=(?!=))"
+    return re.search(rf"{quoted}|(?<![\w.]){name}[ ]*=(?!=)", doc.reader_source) is not None
+
+
 def changes_to_full(doc: Document) -> bool | None:
     """Return whether a script changes to a full state dict before it saves; None where the script is not known."""
     reader = doc.named_by or doc

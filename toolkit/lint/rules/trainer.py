@@ -20,6 +20,7 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_grpo,
     is_template,
+    passes,
     shorten,
     uses_fsdp,
 )
@@ -62,6 +63,9 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     is_known = doc.is_complete and not any(map(is_template, strategies.values()))
     is_known &= doc.program != "ms-swift" or doc.has("eval_strategy")  # it evaluates as often as it saves
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
+    if any(map(doc.is_read, ("load_best_model_at_end", "lr_scheduler_type"))):  # by name: others may be its own
+        missing = {"eval", "save"} - {key[:4] for key in doc.data if key.endswith("_strategy")}
+        is_known &= not any(passes(doc, rf"{each}(?:uation)?_strategy") for each in missing)
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
         if doc.program is None and not (doc.has("eval_steps") and doc.has("save_steps")):
