@@ -24,6 +24,12 @@ SHARDED_RUN = "accelerate launch --config_file a.yaml x.py --output_dir out --bf
 BEST = f"{TRAINER}load_best_model_at_end: true\n"
 BY_NAME = "kwargs = {'load_best_model_at_end': config.get('load_best_model_at_end', True)}\n"
 PARSE = "TrlParser((ModelConfig, SFTConfig)).parse_args_and_config"
+RUN = "accelerate launch --num_processes 2"
+FEW = "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 1\n"
+TEXT = f"{TRAINER}learning_rate: 2e-5\n"
+FACTORY = f"{TEXT}model_name_or_path: a/b\nflash_attn: true\nlora_rank: 8\ncutoff_len: 512\nmy_own: 1\n"
+YAML = "HfArgumentParser((Mine, TrainingArguments)).parse_yaml_file(sys.argv[2])\n"
+ON_NODES = "accelerate launch --config_file a.yaml --num_machines $N x.py\n"
 OWN_LOOP = "engine = deepspeed.initialize(args)\n"
 
 
@@ -117,6 +123,13 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c.learning_rate))\n"}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "def number(x):\n    if isinstance(x, str) and RE.match(x):\n"
+                            "        return float(x)\nc = walk(yaml.safe_load(f), number)\n"}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "L.add_implicit_resolver(TAG, RE, '-+0')\nyaml.load(f, L)\n"}),
+        ("unknown-llama-factory-setting", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": FACTORY, "x.py": YAML}),
+        ("uneven-processes", {"a.sh": ON_NODES,
+                              "a.yaml": "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\n"}),
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs["eval_strategy"] = "steps"\n'}),
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs |= {{"evaluation_strategy": "steps"}}\n'}),
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f"{BY_NAME}SFTConfig(eval_strategy='steps', **kwargs)\n"}),
@@ -208,6 +221,11 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
     ("rule", "files", "fix"),
     [
         ("starts-one-process", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 4\n'}, "MULTI_GPU"),
+        ("uneven-processes", {"a.yaml": FEW}, "a multiple of 2"),
+        ("uneven-processes", {"a.sh": ON_NODES, "a.yaml": FEW},
+         "a multiple of 2"),
+        ("number-as-text", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": FACTORY, "x.py": YAML}, "2.0e-5"),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": f"if isinstance(x, str): print(float(loss))\n{YAML}"}, "2.0e-5"),
         ("fsdp1-reshard-ignored", {"a.yaml": "distributed_type: FSDP\nfsdp_config: {reshard_after_forward: false}\n"},
          "fsdp_version: 2"),
         ("loading-without-sync", {"a.yaml": f"{FSDP2}  fsdp_sync_module_states: false\n"}, "remove it"),

@@ -382,6 +382,9 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     command = Document(path=document.path, text=document.text, kind=None, call=call, positions=places)
     positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
+    own = source_of(call.script or "", document.path)[0]
+    if program in FOREIGN and "parse_yaml_file(" in own and not any(name in own for name in PROGRAM_NAMES[program]):
+        program = None  # the script has a parser of its own, for settings with some of the program's names
     part = replace(settings, data=data, positions=positions, command=command, program=program)
     return _with_launcher(part, launch_settings(document, call))
 

@@ -220,7 +220,8 @@ def changes_to_full(doc: Document) -> bool | None:
     reader = doc.named_by or doc
     source = reader.reader_source + imported_source(reader.source, reader.folder)
     is_changed = re.search(r"state_dict_type(?:\(|[ ]*=(?!=))[^)]{0,120}\bFULL_STATE_DICT", source)
-    return True if is_changed else False if reader.source else None
+    is_known = reader.source and (reader is doc or trainer_of(doc))
+    return True if is_changed else False if is_known else None
 
 
 def trainer_of(doc: Document) -> Document | None:
