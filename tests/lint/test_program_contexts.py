@@ -46,6 +46,7 @@ def unknown_settings(folder: Path, files: dict[str, str]) -> list[Finding]:
         ("notebooks/train.ipynb", f'{{"cells": [{{"source": ["!pip install -q \\"{PIN}\\" peft"]}}]}}'),
         ("pixi.toml", '[pypi-dependencies]\ntrl = "==0.11.4"\n'),
         ("Pipfile", '[packages]\ntrl = "==0.11.4"\n'),
+        ("cog.yaml", "build:\n  python_packages:\n    - trl==0.11.4\n"),
         ("docs/install.md", f"```\npip install {PIN}\n```\n"),
         ("scripts/prepare.sh", f"pip install {PIN}\n"),
         ("setup.sh", "pip install git+https://github.com/huggingface/trl.git@v0.11.4\n"),

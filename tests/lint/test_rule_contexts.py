@@ -18,6 +18,18 @@ TRL = "model_name_or_path: a/b\ndataset_name: c/d\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\ndatasets: [{path: x}]\n"
 TWO_NODES = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
 C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
+HF = "HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
+SHARDED = "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+SHARDED_RUN = "accelerate launch --config_file a.yaml x.py --output_dir out --bf16 --do_train --save_strategy steps\n"
+BEST = f"{TRAINER}load_best_model_at_end: true\n"
+BY_NAME = "kwargs = {'load_best_model_at_end': config.get('load_best_model_at_end', True)}\n"
+PARSE = "TrlParser((ModelConfig, SFTConfig)).parse_args_and_config"
+RUN = "accelerate launch --num_processes 2"
+FEW = "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 1\n"
+TEXT = f"{TRAINER}learning_rate: 2e-5\n"
+FACTORY = f"{TEXT}model_name_or_path: a/b\nflash_attn: true\nlora_rank: 8\ncutoff_len: 512\nmy_own: 1\n"
+YAML = "HfArgumentParser((Mine, TrainingArguments)).parse_yaml_file(sys.argv[2])\n"
+ON_NODES = "accelerate launch --config_file a.yaml --num_machines $N x.py\n"
 OWN_LOOP = "engine = deepspeed.initialize(args)\n"
 
 
@@ -43,7 +55,11 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
          "transformers==5.9.0", "5.10.0"),
         ("refused-by-trainer", f"{TRAINER}fsdp: hybrid_shard\n", "transformers==5.9.0", "5.10.0"),
         ("removed-training-argument", f"{TRAINER}evaluation_strategy: steps\n", "transformers==4.50.3", "4.51.0"),
+        ("removed-training-argument", f"{TRAINER}split_batches: true\n", "transformers==4.50.3", "4.56.1"),
+        ("removed-training-argument", f"{TRAINER}dispatch_batches: true\n", "tokenizers==0.20.3", "0.21.0"),
         ("removed-training-argument", f"{TRAINER}use_ipex: true\n", "transformers==4.56.2", "4.57.0"),
+        ("removed-training-argument", f"{TRAINER}sharded_ddp: simple\n", "transformers==4.34.0", "4.35.0"),
+        ("unknown-trl-setting", f"{TRL}max_seq_length: 512\n", "trl==0.19.1", "0.20.0"),
         ("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", "trl==0.28.0", "0.29.0"),
         ("padding-free-refused", f"{TRL}packing: false\npadding_free: true\n", "trl==0.29.0", "1.0.0"),
         ("refused-by-trl", f"{TRL}num_generations: 8\nauto_find_batch_size: true\n", "trl==1.8.0", "1.9.0"),
@@ -62,6 +78,13 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
     assert [each.level != "note" for each in after] == [True]
 
 
+def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_refused(tmp_path: Path) -> None:
+    files = {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n", "x.py": "HfArgumentParser(TrainingArguments)\n"}
+    findings = found(tmp_path, "removed-training-argument", files)
+    expected = [("warning", "if you run transformers 4.51.0 or newer: ")]
+    assert [(each.level, each.fix.partition("`")[0]) for each in findings] == expected
+
+
 @pytest.mark.parametrize(
     ("rule", "files"),
     [
@@ -74,6 +97,14 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
         ("key-owned-by-json", {"a.yaml": f"{DEEPSPEED}  deepspeed_config_file: none\n  zero_stage: 2\n"}),
         # without quotes or with them it is refused for another reason
         ("unquoted-no", {"a.yaml": f"{WITH_JSON}mixed_precision: no\n", "ds.json": zero()}),
+        ("wrong-type", {"a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config: []\n"}),
+        ("wrong-argument-type", {"a.yaml": f"{TRAINER}learning_rate: {{min: 0.1}}\n", "space.py":
+                                 "@dataclass\nclass Space:\n    learning_rate: dict = None\n"}),
+        ("batch-arithmetic-of-pair", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 3\ndeepspeed_config:\n'
+                                      "  deepspeed_config_file: ds.json\n",
+                                      "ds.json": zero(train_batch_size=8, train_micro_batch_size_per_gpu=8)}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 a.py && \\\n"
+                                      "torchrun --nproc_per_node 8 b.py\n"}),
         ("starts-one-process", {"a.sh": "mpirun -np 4 accelerate launch --config_file a.yaml x.py --seed 1\n",
                                 "a.yaml": "distributed_type: MULTI_CPU\nnum_processes: 4\n"}),
         ("uneven-processes", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 4\ngpu_ids: "0,1"\n'}),
@@ -104,6 +135,24 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c.learning_rate))\n"}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "def number(x):\n    if isinstance(x, str) and RE.match(x):\n"
+                            "        return float(x)\nc = walk(yaml.safe_load(f), number)\n"}),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": "L.add_implicit_resolver(TAG, RE, '-+0')\nyaml.load(f, L)\n"}),
+        ("unknown-llama-factory-setting", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": FACTORY, "x.py": YAML}),
+        ("uneven-processes", {"a.sh": ON_NODES,
+                              "a.yaml": "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\n"}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs["eval_strategy"] = "steps"\n'}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs |= {{"evaluation_strategy": "steps"}}\n'}),
+        ("refused-by-trainer", {"a.yaml": BEST, "x.py": f"{BY_NAME}SFTConfig(eval_strategy='steps', **kwargs)\n"}),
+        ("refused-by-trainer", {"a.yaml": f"{TRL}eval_strategy: epoch\nload_best_model_at_end: true\n",
+                                "x.py": f"{BY_NAME}SFTConfig(save_strategy='epoch', **kwargs)\n"}),
+        ("sharded-final-save", {"a.sh": SHARDED_RUN, "x.py": f"{HF}plugin.set_state_dict_type('FULL_STATE_DICT')\n",
+                                "a.yaml": SHARDED}),
+        ("sharded-final-save", {"a.yaml": SHARDED, "x.py": f"{HF}with FSDP.state_dict_type(\n    model, "
+                                "StateDictType.FULL_STATE_DICT\n): trainer.save_model()\n"}),
+        ("sharded-final-save", {"a.sh": f"{SHARDED_RUN}", "x.py": f"from ends import finish\n{HF}", "a.yaml": SHARDED,
+                                "ends.py": "plugin.state_dict_type = StateDictType.FULL_STATE_DICT\n"}),
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[str, str], tmp_path: Path) -> None:
@@ -130,6 +179,49 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
     assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
 
 
+@pytest.mark.parametrize(
+    ("files", "is_known"),
+    [({"a.sh": SHARDED_RUN, "a.yaml": SHARDED, "x.py": HF}, True), ({"a.yaml": SHARDED, "x.py": HF}, False)],
+)
+def test_a_sharded_save_is_said_without_an_unless_where_the_script_is_known(
+    files: dict[str, str], is_known: bool, tmp_path: Path
+) -> None:
+    (finding,) = found(tmp_path, "sharded-final-save", files)
+    assert (finding.level, "unless" in finding.message) == (("warning", False) if is_known else ("note", True))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"{HF}report = dict(eval_strategy='steps')\n",  # its parser passes the file on as it is
+        f'{BY_NAME}kwargs["eval_steps"] = 10\nif kwargs["eval_strategy"] == "no": pass\n',
+    ],
+)
+def test_a_best_model_without_an_evaluation_is_refused_where_no_code_sets_one(script: str, tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, "refused-by-trainer", {"a.yaml": BEST, "x.py": script})
+    assert finding.key == "load_best_model_at_end"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "level"),
+    [
+        (f"{PARSE}(return_remaining_strings=True)", "drops it", "warning"),
+        (f"{PARSE}()", "raises", "error"),
+        (f"args = {PARSE}(return_remaining_strings=True)\nprint(args.warmup_ratio)", "raises", "error"),
+        ("HfArgumentParser(SFTConfig).parse_yaml_file(name, allow_extra_keys=True)", "drops it", "note"),
+        ("HfArgumentParser(SFTConfig).parse_yaml_file(name)", "raises", "error"),
+    ],
+)  # fmt: skip
+def test_a_parser_that_keeps_the_rest_drops_what_is_gone(script: str, words: str, level: str, tmp_path: Path) -> None:
+    files = {
+        "a.yaml": f"{TRL}bf16: true\nwarmup_ratio: 0.1\n",
+        "x.py": script,
+        "requirements.txt": "transformers>=5.20",
+    }
+    (finding,) = found(tmp_path, "removed-training-argument", files)
+    assert (finding.level, words in finding.message) == (level, True)
+
+
 def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:
     findings = found(
         tmp_path, "byte-order-mark", {"a.yaml": f"{TRAINER}deepspeed: a.json\n", "a.json": "\ufeff" + zero()}
@@ -141,6 +233,11 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
     ("rule", "files", "fix"),
     [
         ("starts-one-process", {"a.yaml": 'distributed_type: "NO"\nnum_processes: 4\n'}, "MULTI_GPU"),
+        ("uneven-processes", {"a.yaml": FEW}, "a multiple of 2"),
+        ("uneven-processes", {"a.sh": ON_NODES, "a.yaml": FEW},
+         "a multiple of 2"),
+        ("number-as-text", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": FACTORY, "x.py": YAML}, "2.0e-5"),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": f"if isinstance(x, str): print(float(loss))\n{YAML}"}, "2.0e-5"),
         ("fsdp1-reshard-ignored", {"a.yaml": "distributed_type: FSDP\nfsdp_config: {reshard_after_forward: false}\n"},
          "fsdp_version: 2"),
         ("loading-without-sync", {"a.yaml": f"{FSDP2}  fsdp_sync_module_states: false\n"}, "remove it"),

@@ -686,9 +686,9 @@ def test_a_removal_is_a_note_where_the_project_asks_for_an_older_version(
     (tmp_path / ".git").touch()
     (tmp_path / "requirements.txt").write_text(f"{requirement}\n")
     (tmp_path / "run").mkdir()
-    text = "python -m torch.distributed.run run_clm.py --output_dir o --do_train --overwrite_output_dir\n"
+    text = "python -m torch.distributed.run run_clm.py --output_dir o --do_train --per_gpu_train_batch_size 4\n"
     found = lint(tmp_path / "run", a__sh=text)
-    assert levels(found)["overwrite_output_dir"] == level
+    assert levels(found)["per_gpu_train_batch_size"] == level
     assert ("the project asks for" in found[0].message) == (level == "note")
 
 
@@ -806,7 +806,7 @@ def test_a_word_that_stands_for_a_value_is_not_judged(word: str, tmp_path: Path)
     assert not {"learning_rate", "save_strategy"} & levels(lint(tmp_path, a__yaml=text)).keys()
 
 
-OLD_NAME = f"{TRL}overwrite_output_dir: true\n"
+OLD_NAME = f"{TRL}per_gpu_train_batch_size: 4\n"  # gone since 5.0
 
 
 @pytest.mark.parametrize(
@@ -827,7 +827,7 @@ def test_what_a_project_installs_may_exclude_a_version(name: str, text: str, lev
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     (finding,) = [each for each in lint(tmp_path, a__yaml=OLD_NAME) if each.rule == "removed-training-argument"]
-    is_fixed = "overwrite_output_dir" not in fixed_text(tmp_path / "a.yaml")
+    is_fixed = "per_gpu_train_batch_size" not in fixed_text(tmp_path / "a.yaml")
     assert (finding.level, is_fixed) == (level, level == "error")
 
 
@@ -1231,10 +1231,10 @@ def test_what_a_version_removed_is_said_with_the_version_where_the_project_says_
         (tmp_path / "train.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
     text = f"{OLD_NAME}warmup_ratio: 0.1\n"
     found = {each.key: each for each in lint(tmp_path, a__yaml=text)}
-    assert (found["warmup_ratio"].level, found["overwrite_output_dir"].level) == (level, level)
+    assert (found["warmup_ratio"].level, found["per_gpu_train_batch_size"].level) == (level, level)
     is_conditional = found["warmup_ratio"].fix.startswith("if you run transformers 5.15.0 or newer: ")
     assert is_conditional == (level == "warning")
-    assert ("overwrite_output_dir" in fixed_text(tmp_path / "a.yaml")) == is_conditional
+    assert ("per_gpu_train_batch_size" in fixed_text(tmp_path / "a.yaml")) == is_conditional
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _TRAINER = re.compile(
 )
 _REQUIREMENTS = (
     *("*requir*.txt", "*constraint*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*.lock"),
-    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml"),
+    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml", "cog.yaml"),
 )
 # Of these the lines that install something count.
 _INSTRUCTIONS = ("README*", "*[Ii]nstall*.md", "INSTALL*", "*.sh", "Makefile", "*.ipynb")
@@ -43,13 +43,14 @@ _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 # What a library needs from a version of its own on: older versions of these exclude it.
 _NEEDS: dict[str, dict[str, dict[str, str]]] = {
     "transformers": {
+        "4.51": {"trl": "0.12", "huggingface[_-]hub": "0.30", "tokenizers": "0.21"},  # with older TRL, DPO raises
         "5": {
             "trl": "0.24",
             "(?:py)?torch": "2.4",
             "huggingface[_-]hub": "1.0",
             "tokenizers": "0.22",
             "accelerate": "1.1",
-        }
+        },
     },
     "trl": {"0.21": {"transformers": "4.55.0"}, "0.27": {"transformers": "4.56.2"}},
     "accelerate": {"0": {"transformers": "4.31"}},  # whose Trainer does not use it yet

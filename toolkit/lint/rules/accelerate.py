@@ -192,6 +192,9 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     a node than `gpu_ids` has entries.
     """
     processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
+    written = re.search(r"^num_machines:[ ]*(\d+)", doc.text, re.MULTILINE)
+    if written and is_template(doc.get("num_machines")) and (processes or 1) < int(written[1]):
+        machines = int(written[1])  # a command has a variable in its place
     is_filtered = any(
         doc.block("deepspeed_config").get(f"deepspeed_{each}_filter") for each in ("inclusion", "exclusion")
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
-GATHERS = re.compile(r"set_state_dict_type\(\s*[\"']FULL_STATE_DICT")  # before it saves
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
@@ -67,7 +65,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "saves": settings.saves,
-    "gathers": lambda doc: GATHERS.search((doc.named_by or doc).reader_source) is not None,
+    "changes_to_full": settings.changes_to_full,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()

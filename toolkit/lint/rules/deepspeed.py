@@ -28,6 +28,7 @@ from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
+    engine_of,
     is_deepspeed,
     is_without_trainer,
     level_for_trainer,
@@ -316,7 +317,8 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
         processes = as_int(doc.get("num_processes")) or processes_of(doc)
         key, fix = "num_processes" if doc.kind == ACCELERATE else "deepspeed", '`"auto"` for all three in the JSON'
         in_parts = any(each.has("parallelism_config") for each in (doc, doc.launch_config) if each)
-        if doc.deepspeed_json and not in_parts:
+        is_on = doc.kind != ACCELERATE or engine_of(doc) == "DEEPSPEED"
+        if doc.deepspeed_json and is_on and not in_parts:
             yield from (Match(key, message, fix) for message in _unequal(doc.deepspeed_json, processes))
     for call in doc.script.launches:  # of a loop of its own, which deepspeed.initialize(args) reads it for
         named, line = call.arguments.get("deepspeed_config", ("", 0))

@@ -75,6 +75,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     meant = removed.MEANT_KEYS.get(f"{doc.kind} {block}".rstrip(), {}).get(name)
     close, is_certain = _keys_for(doc, block, name, known, meant)
     free = [each for each in close if not doc.has(f"{prefix}{each}")]
+    words = _words(doc, f"{prefix}{free[0].removeprefix('fsdp_')}") if free else []
+    if words and isinstance(doc.get(key), str) and doc.get(key).upper() not in words:
+        return Match(key, f"`{shorten(name)}` {what}", f"remove it, or `{free[0]}` with one of {', '.join(words)}")
     is_block = bool(free) and f"{prefix}{free[0]}" in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}
     rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
@@ -87,6 +90,12 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     elif not close and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
+
+
+def _words(doc: Document, key: str) -> list[str]:
+    """Return the words that a key takes; none for one that takes other values."""
+    table = launcher_tables()["words"][doc.kind or ""].get(key)
+    return [str(each).upper() for each in table["words"]] if table else []
 
 
 def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | None) -> tuple[list[str], bool]:
@@ -203,6 +212,8 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
+        if doc.call is None and doc.is_declared(name) and isinstance(value, list | dict):
+            continue  # as the project's own code has it: a space to search, a table
         is_text &= not re.search(CONVERTS.format(name), doc.reader_source)
         is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
         is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
@@ -264,7 +275,7 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
     if is_deepspeed and isinstance(value, str):
         is_read = bool(block) and value.isdigit() and kind is not STAGE
         readings = (value, as_bool(value), *([as_int(value)] if is_read else []))
-    if value is None or kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
+    if value in (None, []) or kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
         return False
     if isinstance(value, list | dict) or kind.expected.startswith(READABLE_TYPES):
         return kind.expected != NOTHING.expected
@@ -372,10 +383,11 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
 
 
-@rule(ERROR, TRAINER, library="transformers", removed_in="5.0.0", fix="the new field, or nothing")
+@rule(ERROR, TRAINER, library="transformers", removed_in="4.51.0", fix="the new field, or nothing")
 def removed_training_argument(doc: Document) -> Iterator[Match]:
-    """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 5.15 dropped
-    `warmup_ratio` and `logging_dir`, 5.2 `group_by_length`, 4.51 `evaluation_strategy`, 5.0 most others."""
+    """transformers has removed the field: `HfArgumentParser` and `TrainingArguments(...)` raise. 4.51 dropped
+    `evaluation_strategy`, 5.2 `group_by_length`, 5.15 `warmup_ratio` and `logging_dir`, 5.0 most others.
+    """
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
         return  # which pins another version, or has a field of that name itself
     raises = "and raises" if doc.program else "and raises; older versions have it"
@@ -390,9 +402,10 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
         parsed = PARSED.findall(doc.reader_source)  # also by the scripts beside the one that is started
-        is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed))
+        of_arguments = doc.is_read_from_arguments(name)  # which raises where the parser has dropped it
+        is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed)) and not of_arguments
+        is_lost |= doc.call is None and DROPS_EXTRA.search(doc.reader_source) is not None
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
-        of_arguments = doc.is_read_from_arguments(name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         if of_arguments:

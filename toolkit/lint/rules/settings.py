@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import find_named, has_own_loop, project_source
+from toolkit.lint.named_files import find_named, has_own_loop, imported_source, project_source
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -207,6 +207,21 @@ def saves(doc: Document) -> bool:
     is_off = str(reader.get("save_strategy")) in ("no", "False")
     is_own = re.search(r"def _?save(?:_model)?\(self", reader.reader_source)
     return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
+
+
+def passes(doc: Document, name: str) -> bool:
+    """Return True where the code that reads a file has a value of its own for a training argument, and passes it."""
+    quoted = rf"[\"']{name}[\"'](?:[ ]*:|\][ ]*=(?!=))"
+    return re.search(rf"{quoted}|(?<![\w.]){name}[ ]*=(?!=)", doc.reader_source) is not None
+
+
+def changes_to_full(doc: Document) -> bool | None:
+    """Return whether a script changes to a full state dict before it saves; None where the script is not known."""
+    reader = doc.named_by or doc
+    source = reader.reader_source + imported_source(reader.source, reader.folder)
+    is_changed = re.search(r"state_dict_type(?:\(|[ ]*=(?!=))[^)]{0,120}\bFULL_STATE_DICT", source)
+    is_known = reader.source and (reader is doc or trainer_of(doc))
+    return True if is_changed else False if is_known else None
 
 
 def trainer_of(doc: Document) -> Document | None:

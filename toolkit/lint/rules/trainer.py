@@ -20,6 +20,7 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_grpo,
     is_template,
+    passes,
     shorten,
     uses_fsdp,
 )
@@ -32,6 +33,8 @@ FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
+# Code that makes numbers of a file's text: each value that is text, or how PyYAML reads them.
+CONVERTS_TEXT = r"isinstance\(\s*(\w+)\s*,\s*str\s*\)[^#]{0,300}?float\(\s*\1\s*\)|add_implicit_resolver\("
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 
 
@@ -62,6 +65,9 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     is_known = doc.is_complete and not any(map(is_template, strategies.values()))
     is_known &= doc.program != "ms-swift" or doc.has("eval_strategy")  # it evaluates as often as it saves
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
+    if any(map(doc.is_read, ("load_best_model_at_end", "lr_scheduler_type"))):  # by name: others may be its own
+        missing = {"eval", "save"} - {key[:4] for key in doc.data if key.endswith("_strategy")}
+        is_known &= not any(passes(doc, rf"{each}(?:uation)?_strategy") for each in missing)
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
         if doc.program is None and not (doc.has("eval_steps") and doc.has("save_steps")):
@@ -164,7 +170,8 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
         is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
         is_in_yaml = doc.call is None and not (doc.is_json or doc.is_flag(name))
-        if is_its and is_in_yaml and not re.search(rf"float\(.*[\"']{name}[\"']", doc.reader_source):
+        own = rf"float\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
+        if is_its and is_in_yaml and not re.search(own, doc.reader_source):
             number = re.sub("[eE]", ".0e", str(value))
             keeps_it = re.search(r"^$|parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
             fix, level = f"`{number}`", None if keeps_it else NOTE  # OmegaConf reads a number
