@@ -140,6 +140,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                             "        return float(x)\nc = walk(yaml.safe_load(f), number)\n"}),
         ("number-as-text", {"a.yaml": TEXT, "x.py": "L.add_implicit_resolver(TAG, RE, '-+0')\nyaml.load(f, L)\n"}),
         ("unknown-llama-factory-setting", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": FACTORY, "x.py": YAML}),
+        ("unknown-trl-setting", {"a.sh": f"{RUN} x.py --config a.yaml\n", "a.yaml": f"{TEXT}dataset_mixer_list: a\n",
+                                 "x.py": YAML}),  # of open-instruct
         ("uneven-processes", {"a.sh": ON_NODES,
                               "a.yaml": "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\n"}),
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f'{BY_NAME}kwargs["eval_strategy"] = "steps"\n'}),

@@ -70,7 +70,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 LINTED_SUFFIXES = (*SUFFIXES, *SCRIPT_SUFFIXES)  # of the files that are read in a folder
 
 # Fields of a script's dataclass whose defaults in transformers and TRL the rules count on.
-_COUNTED_ON = "(?:eval|evaluation|save)_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
+_COUNTED_ON = "eval_strategy|save_strategy|[bf][fp]16|per_device_train_batch_size|gradient_accumulation_steps"
 _COUNTED_ON += "|dataloader_num_workers|lr_scheduler_kwargs|num_generations"
 OWN_DEFAULT = re.compile(rf"^[ \t]+(?:{_COUNTED_ON})[ \t]*:[^=\n]+=", re.MULTILINE)
 SET_BY_SCRIPT = re.compile(rf"(?:\.|\[[\"'])(?:{_COUNTED_ON})(?:[\"']\])?(?:\[[^\]\n]*\])?[ \t]*=(?!=)")
@@ -383,7 +383,11 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
     own = source_of(call.script or "", document.path)[0]
-    if program in FOREIGN and "parse_yaml_file(" in own and not any(name in own for name in PROGRAM_NAMES[program]):
+    if (
+        program in FOREIGN
+        and "parse_yaml_file(" in own
+        and not any(name in own for name in PROGRAM_NAMES.get(program, ()))
+    ):
         program = None  # the script has a parser of its own, for settings with some of the program's names
     part = replace(settings, data=data, positions=positions, command=command, program=program)
     return _with_launcher(part, launch_settings(document, call))

@@ -29,8 +29,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "trl" and doc.program == "trl" and doc.call is None:
             yield from _old_names(doc)
         return
-    # a script with some of its words
-    if doc.start is not None and doc.kind == TRAINER and doc.program != program != "trl":
+    if doc.start is not None and doc.kind == TRAINER and doc.program != program != "trl":  # a script with its words
         return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
