@@ -78,6 +78,19 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
     assert [each.level != "note" for each in after] == [True]
 
 
+@pytest.mark.parametrize(
+    ("line", "key", "level"),
+    [
+        ("from transformers import is_torch_tpu_available\n", "evaluation_strategy", "note"),  # both left with 4.51
+        ("from transformers import AutoModelWithLMHead\n", "evaluation_strategy", "warning"),  # that 4.57 still has
+        ("from transformers import AutoModelWithLMHead\n", "no_cuda", "note"),
+    ],
+)
+def test_an_import_excludes_the_versions_without_the_name(line: str, key: str, level: str, tmp_path: Path) -> None:
+    files = {"a.yaml": f"{TRAINER}{key}: x\n", "x.py": f"{line}{HF}"}
+    assert [each.level for each in found(tmp_path, "removed-training-argument", files)] == [level]
+
+
 def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_refused(tmp_path: Path) -> None:
     files = {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n", "x.py": "HfArgumentParser(TrainingArguments)\n"}
     findings = found(tmp_path, "removed-training-argument", files)
