@@ -25,6 +25,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
 from toolkit.models import count_from_transformers as counting
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
@@ -69,7 +70,9 @@ def plan_seconds(python: str, name: str) -> float:
 
     command, times = [python, "-m", "toolkit", "plan", name, "--gpu", "h100-80gb", "--num-processes", "8"], [used()]
     for _ in range(5):
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in (EXIT_DONE, EXIT_RUN_FAILED):  # the second where it does not fit: a plan as well
+            sys.exit(f"{name} is not planned: {done.stderr}")
         times.append(used())
     return min(after - before for before, after in itertools.pairwise(times))
 
