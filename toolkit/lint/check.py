@@ -86,14 +86,12 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                         " `torchrun`",
                     )
             except ToolkitError as error:
-                if must_be_one:
-                    if len(paths) == 1:
-                        raise
-                    unreadable.append(error)
+                if must_be_one and len(paths) == 1:
+                    raise
+                is_another = isinstance(error, NotAConfiguration | OverLimit)  # data, or another program's file
+                if is_another and not must_be_one:
                     continue
-                if isinstance(error, NotAConfiguration | OverLimit):  # which data and other programs' files are
-                    continue
-                if not is_file(file) or OURS.search(file.read_bytes().decode(errors="replace")):
+                if must_be_one or not is_file(file) or OURS.search(file.read_bytes().decode(errors="replace")):
                     unreadable.append(error)
                 else:
                     skipped.append(f"skipped, as another program's: {error.message}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,7 +146,8 @@ def summary(answer: PlanAnswer) -> str:
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{'no verdict' if is_open(best) else VERDICT_TEXT[best.verdict]} on {where}"
-    if best.verdict == TOO_CLOSE and best.host_refusal is None and (ways := settings_that_fit(best)):
+    is_judged = best.memory.margin.of_all is not None  # otherwise nothing fits, with whatever settings
+    if best.verdict == TOO_CLOSE and best.host_refusal is None and is_judged and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
     if is_open(best) and (measures := rehearsal_command(best)):
         return f"{text}; `{measures}` measures it"
@@ -182,7 +183,7 @@ def settings_that_fit(plan: Plan) -> list[str]:
     def fit(*names: str) -> bool:
         new = {option: value for name in names for option, value in changes.get(name, {}).items()}
         new["not_given"] = tuple(each for each in job.not_given if each not in {decided.get(name) for name in names})
-        return candidate_of(plan.request, plan.preset, replace(job, **new)).fits
+        return _fits_with(plan, new)
 
     pairs = (pair for pair in itertools.combinations(ways, 2) if fit(*pair))
     return [name for name in ways if fit(name)][:2] or [" and ".join(pair) for pair in itertools.islice(pairs, 1)]
@@ -197,10 +198,11 @@ def long_row_settings(plan: Plan) -> list[str]:
         },
         "`--tiled-mlp`": {"numerics": replace(plan.job.numerics, tiled_mlp=True)},
     }
-    candidates = {
-        name: candidate_of(plan.request, plan.preset, replace(plan.job, **new)) for name, new in changes.items()
-    }
-    return [name for name, candidate in candidates.items() if candidate.fits]
+    return [name for name, new in changes.items() if _fits_with(plan, new)]
+
+
+def _fits_with(plan: Plan, changes: Mapping[str, Any]) -> bool:
+    return candidate_of(plan.request, plan.preset, replace(plan.job, **changes)).fits
 
 
 def _heading(answer: PlanAnswer) -> str:

@@ -99,7 +99,11 @@ def preset_names() -> list[str]:
 
 def list_presets() -> list[Preset]:
     """Return all presets that ship with the toolkit, sorted by name."""
-    return [read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml") for name in preset_names()]
+    return [_shipped(name) for name in preset_names()]
+
+
+def _shipped(name: str) -> Preset:
+    return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
 
 
 def load_preset(name: str) -> Preset:
@@ -117,7 +121,7 @@ def load_preset(name: str) -> Preset:
         hint = other or (f"did you mean `{close}`?" if close else "see `toolkit presets`")
         hint = f"{hint} {IN_FP16}" if "fp16" in name.lower() else hint
         raise ToolkitError(f"unknown preset {shown(name)}; available: {', '.join(names)}", hint=hint)
-    return read_preset(presets_root() / "accelerate_configs" / f"{name}.yaml")
+    return _shipped(name)
 
 
 def read_preset(path: Path) -> Preset:

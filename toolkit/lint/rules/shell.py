@@ -295,7 +295,7 @@ def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES lists for a launch, and the line; empty where nothing says it."""
     assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
     exported = [(found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}") if line <= call.line]
-    # What stands in front of a command before, or another command's line, is not this one's.
+    # What stands in front of an earlier command of the line is not this one's.
     in_front = re.findall(assigned, re.split(r"&&|\|\||;", call.before)[-1])[-1:]
     gpus, line = (in_front[0], call.line) if in_front else exported[-1] if exported else ("", 0)
     if gpus.startswith("$"):
