@@ -102,7 +102,7 @@ def test_a_setting_is_unknown_from_the_version_that_dropped_it(file: str, old: s
 
 
 def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_path: Path) -> None:
-    files = {"a.yaml": OLD_SWIFT, "score.py": "import re\n", "README.md": "Train with ms-swift.\n"}
+    files = {"a.yaml": OLD_SWIFT, "score.py": "import re\n", "README.md": "pip install ms-swift\n"}
     findings = unknown_settings(tmp_path, files)
     assert [(each.level, each.fix) for each in findings] == [
         ("warning", "if you run ms-swift 4.1.0 or newer: `tuner_type`")

@@ -87,14 +87,14 @@ def test_a_rule_holds_from_the_version_in_which_its_library_began(
     ],
 )
 def test_an_import_excludes_the_versions_without_the_name(line: str, key: str, level: str, tmp_path: Path) -> None:
-    files = {"a.yaml": f"{TRAINER}{key}: x\n", "x.py": f"{line}{HF}"}
+    files = {"a.yaml": f"{TRAINER}{key}: x\n", "x.py": f"{line}{HF}", "requirements.txt": "transformers\n"}
     assert [each.level for each in found(tmp_path, "removed-training-argument", files)] == [level]
 
 
 def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_refused(tmp_path: Path) -> None:
     files = {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n", "x.py": "HfArgumentParser(TrainingArguments)\n"}
     findings = found(tmp_path, "removed-training-argument", files)
-    expected = [("warning", "if you run transformers 4.51.0 or newer: ")]
+    expected = [("note", "if you run transformers 4.51.0 or newer: ")]
     assert [(each.level, each.fix.partition("`")[0]) for each in findings] == expected
 
 

@@ -32,7 +32,7 @@ from toolkit.lint.document import (
     with_named_files,
 )
 from toolkit.lint.findings import ERROR, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
-from toolkit.lint.named_files import forget_projects, has_own_loop
+from toolkit.lint.named_files import forget_projects, has_own_loop, installs
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
@@ -223,8 +223,8 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
         return NOTE
     if document.kind == TRAINER and document.call is None and has_own_loop(document.folder):
         return NOTE  # its settings are those of the loop
-    if level == ERROR and _since_unknown(document, rule, match):
-        level = WARNING
+    if _since_unknown(document, rule, match):
+        level = WARNING if level != NOTE and installs(document.folder, rule.library) else NOTE
     if level == NOTE or _is_known(document, rule):
         return level
     if document.program is not None:

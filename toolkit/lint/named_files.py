@@ -209,6 +209,12 @@ def asks_from(folder: Path, library: str, version: str) -> bool:
     return any(_three(number) >= _three(version) for number in found)
 
 
+@functools.lru_cache(maxsize=256)
+def installs(folder: Path, library: str) -> bool:
+    """Return True where the requirements of a project name a library: without a version they install the newest."""
+    return any(_asked(_requirements(place), library) for place in _project(folder))
+
+
 def _asked(requirements: str, library: str) -> list[tuple[str, str]]:
     """Return what requirements say of a library: its name there, and the versions or the commit."""
     spelt = re.sub(r"-(?!\w*])", "[-_.]", library).replace("llamaf", "llama-?f")
@@ -244,7 +250,7 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
     caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, _names)
-    for each in (*caches, _folders_below, pinned_below, asks_from):
+    for each in (*caches, _folders_below, pinned_below, asks_from, installs):
         each.cache_clear()
 
 
