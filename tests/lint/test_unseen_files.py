@@ -901,7 +901,12 @@ def test_an_optimizer_of_the_json_is_deepspeeds_own_where_it_is_offloaded(
 
 @pytest.mark.parametrize(
     ("name", "options", "level"),
-    [("a__sbatch", "", "error"), ("a__sh", "", "note"), ("a__sh", "--rdzv-backend c10d --master-addr $HEAD", "error")],
+    [
+        ("a__sbatch", "", "error"),
+        ("a__sh", "", "note"),
+        ("a__sh", "--rdzv-backend c10d --master-addr $HEAD", "error"),
+        ("a__sh", '--master-addr="" --node-rank $R', "note"),
+    ],
 )
 def test_a_platform_may_name_the_head_outside_of_slurm(name: str, options: str, level: str, tmp_path: Path) -> None:
     text = f"#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun --nnodes=2 {options} train.py\n"
@@ -915,7 +920,7 @@ def test_a_library_older_than_what_the_rules_know_makes_an_error_a_note(
 ) -> None:
     (tmp_path / "README.md").write_text(f"conda install pytorch=={version}\n")
     (tmp_path / "main.py").write_text(
-        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank')\n"
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank')\np.parse_args()\n"
     )
     findings = lint(tmp_path, a__sh="python -m torch.distributed.launch --nproc_per_node 8 main.py\n")
     assert levels(findings) == {"--local-rank": level}

@@ -31,7 +31,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import ERROR, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop, installs
 from toolkit.lint.rules import RULES
 from toolkit.units import counted

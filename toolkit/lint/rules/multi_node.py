@@ -126,9 +126,12 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
         if not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
             unread = [f"--{name}" for name in ("master-addr", "master-port") if name in call.options]
             message = "each node waits for the others at its own localhost"
-            message += f": {call.options.get('rdzv-backend')} does not read {' and '.join(unread)}" if unread else ""
             fix, level = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT`", None
-            if not unread and doc.kind != SBATCH:
+            if unread and is_static(call):  # a variable that is empty, to be filled in
+                message, level = f"{message}: {unread[0]} is empty", NOTE
+            elif unread:
+                message += f": {call.options.get('rdzv-backend')} does not read {' and '.join(unread)}"
+            elif doc.kind != SBATCH:
                 message, level = f"{message}, unless a platform sets PET_MASTER_ADDR", NOTE
             yield Match("--rdzv-endpoint", message, fix, line=call.line, level=level)
 

@@ -153,7 +153,7 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
         source = "\n".join(source_of(call.script or "", doc.path))
         if not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
-            level = None if "ArgumentParser(" in source else NOTE
+            level = None if "ArgumentParser(" in source and "parse_args(" in source else NOTE  # or a library's parser
             message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
             starts_ranks = re.search(r"\bmp\.spawn\(|multiprocessing\.spawn\(", source)
             fix = "`python`: the script starts its own ranks" if starts_ranks else "`torchrun`, and `LOCAL_RANK`"
