@@ -1346,3 +1346,38 @@ def test_code_of_an_older_swift_needs_its_names(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("ms-swift\n")
     (tmp_path / "plugin.py").write_text("from swift.llm import TrainArguments\n")
     assert levels(lint(tmp_path, a__sh=f"{SWIFT} --train_type lora\n"))["train_type"] == "note"
+
+
+BRANCHES = """CMD=()
+if [ -z "$GPUS" ]; then
+  CMD+=(--num_gpus=4)
+  CMD+=(--master_port 1)
+{else_}
+  CMD+=(--include=localhost:0)
+fi
+deepspeed "${{CMD[@]}}" train.py --bf16
+"""
+
+
+@pytest.mark.parametrize(("else_", "rules"), [("else", []), ("fi; if true; then", ["include-with-count"])])
+def test_words_of_two_branches_are_not_on_one_command_line(else_: str, rules: list[str], tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__sh=BRANCHES.format(else_=else_.replace("; ", "\n")))
+    assert [each.rule for each in findings if each.rule == "include-with-count"] == rules
+
+
+@pytest.mark.parametrize(("options", "is_said"), [("$SRUN_ARGS", False), ("--kill-on-bad-exit=1", True)])
+def test_the_options_of_srun_may_be_in_a_variable(options: str, is_said: bool, tmp_path: Path) -> None:
+    text = f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun {options} torchrun --nnodes=2 train.py\n"
+    assert ("launcher-per-gpu" in {each.rule for each in lint(tmp_path, a__sbatch=text)}) == is_said
+
+
+@pytest.mark.parametrize(
+    ("module", "level"), [("p.add_argument('--local-rank')\n", None), ("p.add_argument('--lr')\n", "note")]
+)
+def test_the_parser_of_a_launched_script_may_be_in_its_project(module: str, level: str | None, tmp_path: Path) -> None:
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "arguments.py").write_text(f"p = argparse.ArgumentParser()\n{module}p.parse_args()\n")
+    (tmp_path / "train.py").write_text("from megatron import initialize\ninitialize()\n")
+    findings = lint(tmp_path, a__sh="python -m torch.distributed.launch --nproc_per_node 8 train.py\n")
+    assert levels(findings) == ({} if level is None else {"--local-rank": level})

@@ -35,7 +35,7 @@ _LAUNCHERS = {
     "accelerate": re.compile(
         r"\baccelerate[ \t]+launch\b|\baccelerate-launch\b|-m[ \t]+accelerate\.commands\.launch\b"
     ),
-    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\$|\S+\.py))"),
+    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\"?\$|\S+\.py))"),
     "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
     "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
     "llamafactory-cli": re.compile(r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+(?:train|chat|webchat|api)\b)"),
@@ -71,6 +71,7 @@ _ASSIGNMENT = re.compile(
 _SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
 _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
+_BRANCH = re.compile(r"^[ \t]*(?:(if|case)|(else|elif)|(fi|esac))\b|(;;)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
@@ -297,18 +298,43 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
     """
     variables: dict[str, str | None] = {}
     inside = [(each.start(), 1 if each[2] is None else -1) for each in _BLOCK.finditer(text)] if last_counts else []
+    alternatives = _alternatives(text) if "+=" in text else ()
     others = Counter(_SET_ANYWHERE.findall(text))  # behind `;`, `&&` or a pattern of `case` too
     for found in itertools.islice(_ASSIGNMENT.finditer(text), 500):
         others[found[2]] -= 1
         is_sure = last_counts and found[0][:1] not in " \t" and sum(n for at, n in inside if at < found.start()) <= 0
         value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
         plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
+        if found[3] and found.start(2) in alternatives:
+            plain = "$@"  # words of one branch or of another
         if found[3]:
             plain = None if plain is None or variables.get(found[2]) is None else f"{variables[found[2]]} {plain}"
         elif not is_sure and found[2] in variables and variables[found[2]] != plain:
             plain = None
         variables[found[2]] = plain
     return {name: value if others[name] <= 0 else None for name, value in variables.items()}
+
+
+def _alternatives(text: str) -> set[int]:
+    """Return where words are appended to a variable to which another branch of the same block appends others."""
+    appended = [(each.start(2), each[2]) for each in _ASSIGNMENT.finditer(text) if each[3]]
+    events = sorted([*((each.start(), each) for each in _BRANCH.finditer(text)), *appended], key=lambda event: event[0])
+    blocks: list[list[dict[str, list[int]]]] = []  # the branches of each block that is open
+    found: set[int] = set()
+    for at, event in events:
+        if isinstance(event, str):
+            for branches in blocks:
+                branches[-1].setdefault(event, []).append(at)
+        elif event[1]:
+            blocks.append([{}])
+        elif blocks and event[3]:
+            branches = blocks.pop()
+            for name in {name for branch in branches for name in branch}:
+                places = [branch[name] for branch in branches if name in branch]
+                found.update(itertools.chain(*places) if len(places) > 1 else ())
+        elif blocks:
+            blocks[-1].append({})
+    return found
 
 
 def _words(

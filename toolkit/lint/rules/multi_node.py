@@ -309,6 +309,8 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     if call is None or (call.options.get("nproc-per-node") == "1" and on_several_nodes(call)):
         return  # a launcher for each GPU
     own = {DIRECTIVE_NAMES.get(name, name): (value, call.line) for name, value in SRUN_OPTION.findall(call.before)}
+    if not own.keys() & TASKS and re.search(r"\bsrun(?:\s+-\S+(?:\s+[^-$\s]\S*)?)*\s+[\"']?\$", call.before):
+        return  # a variable with options of its own
     said = own if own.keys() & TASKS else script.directives
     name = next((name for name in TASKS if name in said), "")
     count, line = said.get(name, ("", 0))

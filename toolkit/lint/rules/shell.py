@@ -150,8 +150,10 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         if call.line not in starts or call.tool != "torchrun" or {"use-env", "use_env"} & call.options.keys():
             continue
-        source = "\n".join(source_of(call.script or "", doc.path))
-        if not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
+        script, beside = source_of(call.script or "", doc.path)
+        source = f"{script}\n{beside}"
+        has_parser = "parse_args(" in script or "--local-rank" not in project_source(doc.folder)
+        if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
             level = None if "ArgumentParser(" in source and "parse_args(" in source else NOTE  # or a library's parser
             message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
