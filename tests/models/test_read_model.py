@@ -94,6 +94,7 @@ def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any
     ("model", "said"),
     [
         ("no/such/folder", "no such file or folder"),
+        ("/data/models/Meta-Llama-3.2-1B", r"did you mean `meta-llama/Llama-3\.2-1B`"),  # a folder of another machine
         (str(Path(__file__).parent), r"has no config\.json"),
         (__file__, "line 1: not JSON"),
         ("someone/model", "the hub cannot be reached"),

@@ -374,6 +374,17 @@ def test_the_model_of_the_command_line_is_enough(tmp_path: Path) -> None:
     assert configured_plan(tmp_path / "sft.sh", "MODEL", PlanOptions(), given=[]).model == "MODEL"
 
 
+def test_a_model_of_another_machine_is_answered_with_the_command_for_one_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(AXOLOTL.replace("MODEL", "/data/Qwen3-8B"))
+    code, _, refused = run_command(["plan", "--config", str(file), "--gpu", "h100", "--num-processes", "8"], capsys)
+    assert code == 2
+    assert "did you mean `Qwen/Qwen3-8B`? Or a hub id" in refused
+    assert f"`toolkit plan MODEL --config {file}` plans another model" in refused
+
+
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
     options = planned(tmp_path, "trl.sh", TRL, "max_seq_length", "preset", max_seq_length=64, preset=("fsdp2",))
     assert (options.max_seq_length, options.preset, options.num_processes) == (64, ("fsdp2",), (4,))

@@ -47,6 +47,7 @@ def plan(
     from toolkit.plan.planner import asks_which_gpus, make_plans, plan_request
     from toolkit.plan.which_gpus import gpus_for
 
+    is_of_file = model is None
     if options.config is not None:
         from toolkit.plan.config_file import configured_plan
 
@@ -56,7 +57,12 @@ def plan(
         print_message(described)
     if model is None:
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
-    request, compared = _calibrated(partial(plan_request, model), options)
+    try:
+        request, compared = _calibrated(partial(plan_request, model), options)
+    except ToolkitError as error:
+        if is_of_file and model in error.message:
+            error.hint = f"{error.hint}; `toolkit plan MODEL --config {options.config}` plans another model"
+        raise
     any_gpu, prices = compared is None and asks_which_gpus(options), read_prices(options.price_per_gpu_hour)
     cost = Cost(work=work_of(options, request.job, model), prices=prices)
     cost.check(None if any_gpu else request.gpu.name.partition(",")[0])

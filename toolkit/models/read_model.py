@@ -346,7 +346,9 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if path.exists():
         return path
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
-        raise ToolkitError(f"no such file or folder: {model}", hint=f"a hub id, a folder with {CONFIG}, or a {CONFIG}")
+        of_other = f"{guess}? Or " if (guess := _guess(path.name)) else ""  # a folder of the machine that trains
+        hint = f"{of_other}a hub id, a folder with {CONFIG}, or a {CONFIG}"
+        raise ToolkitError(f"no such file or folder: {model}", hint=hint)
     if known and name in known_models():
         if _kind_by_name(name) == "an embedding model":
             _say_once(
@@ -366,17 +368,23 @@ def config_path(model: str, *, known: bool = True) -> Path:
             raise _no_decoder(f"{name}, by its name,", kind) from None
         if text := MODEL_TYPES["text_parts"].get(name.lower().rpartition("/")[2]):
             raise _needs_code(name, text) from None
-        names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
-        # a typing error changes no number: with another one it is another size or generation
-        same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
-        close = made_from(name) or names.get(nearest(name.lower(), same, cutoff=0.9) or "")
-        base = base_named_in(name)
-        if close == name or not (close or base):
+        if (guess := _guess(name)) is None:
             raise
         stored = STORED & {*re.split("[-_:]", name.lower().rpartition("/")[2])}
         in_4bit = " with `--lora-r 16 --load-in-4bit`" if stored else ""
-        guess = f"did you mean `{close}`" if close else f"if it is a fine-tune, plan its base, maybe `{base}`"
         raise ToolkitError(error.message, hint=f"{guess}{in_4bit}? Or {error.hint}") from None
+
+
+def _guess(name: str) -> str | None:
+    """Return a question about the known model that a name may be of, or None."""
+    names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
+    # a typing error changes no number: with another one it is another size or generation
+    same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
+    close = made_from(name) or names.get(nearest(name.lower(), same, cutoff=0.9) or "")
+    if close == name:
+        return None
+    base = None if close else base_named_in(name)
+    return f"did you mean `{close}`" if close else base and f"if it is a fine-tune, plan its base, maybe `{base}`"
 
 
 def _kind_by_name(name: str) -> str | None:
