@@ -1235,11 +1235,12 @@ def test_what_a_version_removed_is_said_with_the_version_where_the_project_says_
     (tmp_path / "requirements.txt").write_text(f"{asked}\n")
     if has_code:
         (tmp_path / "train.py").write_text("HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n")
-    text = f"{OLD_NAME}warmup_ratio: 0.1\n"
+    text = f"{OLD_NAME}warmup_ratio: 0.1\ngradient_checkpointing: true\n"
     found = {each.key: each for each in lint(tmp_path, a__yaml=text)}
     assert (found["warmup_ratio"].level, found["per_gpu_train_batch_size"].level) == (level, level)
     is_conditional = found["warmup_ratio"].fix.startswith("if you run transformers 5.15.0 or newer: ")
     assert is_conditional == (level != "error")
+    assert ("gradient_checkpointing" in found) == (level == "error")  # whose new name older versions do not have
     assert ("per_gpu_train_batch_size" in fixed_text(tmp_path / "a.yaml")) == is_conditional
 
 

@@ -449,7 +449,8 @@ def _instead_of(doc: Document, name: str, instead: str) -> str:
 @rule(NOTE, TRAINER, library="transformers", fix="the new field")
 def deprecated_training_argument(doc: Document) -> Iterator[Match]:
     """transformers 5 still accepts the old name, with a FutureWarning; version 6 will not."""
-    for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items() if doc.program in OUR_PROGRAMS else ():
+    is_newest = doc.program in OUR_PROGRAMS and not doc.may_be_older("transformers", "5.0.0")
+    for name, instead in removed.TRAINING_ARGUMENTS_DEPRECATED.items() if is_newest else ():
         if doc.has(name) and instead in trainer_argument_names():
             message = f"`{name}` is removed in transformers 6"
             yield Match(name, message, f"`{instead}`, which older versions do not have")
