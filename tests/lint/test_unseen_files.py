@@ -253,6 +253,7 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     assert detect_kind(own) != "deepspeed"
     assert detect_kind({"train_batch_size": 8, "gradient_clipping": 1.0}) == "deepspeed"
     assert detect_kind({"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}) is None
+    assert detect_kind({"seed": {"name": "SEEDTask", "dataset": {"root": "data"}}}) is None
     script = tmp_path / "grpo.sh"
     script.write_text("accelerate launch --num_processes 3 grpo.py --config r.yaml --num_generations 8 --beta 0.1\n")
     assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]

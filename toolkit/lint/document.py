@@ -681,7 +681,9 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     program = program_of(data)
     if program is not None or keys & FOREIGN_KEYS:
         return PROGRAM_KINDS.get(str(program))
-    known_keys = KNOWN_KEYS | {TRAINER: trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED)}
+    # Where a block has the name of an argument that is a number or a word (`seed: {name: ...}`), it is another thing's.
+    blocks = {key for key, value in data.items() if isinstance(value, dict) and not key.endswith(("config", "kwargs"))}
+    known_keys = KNOWN_KEYS | {TRAINER: (trainer_argument_names() | set(TRAINING_ARGUMENTS_REMOVED)) - blocks}
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:
@@ -702,4 +704,4 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE
-    return TRAINER if set(data) & trainer_argument_names() else None
+    return TRAINER if any(not isinstance(data[key], dict) for key in data.keys() & trainer_argument_names()) else None
