@@ -119,7 +119,7 @@ def load_preset(name: str) -> Preset:
         close = plain if plain in names else nearest(plain, names)
         other = next((what for each, what in OTHER_NAMES.items() if plain.startswith(each)), None)
         hint = other or (f"did you mean `{close}`?" if close else "see `toolkit presets`")
-        hint = f"{hint} {IN_FP16}" if "fp16" in name.lower() else hint
+        hint = f"{hint}{'' if hint[-1] == '?' else ';'} {IN_FP16}" if "fp16" in name.lower() else hint
         raise ToolkitError(f"unknown preset {shown(name)}; available: {', '.join(names)}", hint=hint)
     return _shipped(name)
 
