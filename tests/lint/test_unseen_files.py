@@ -1383,3 +1383,11 @@ def test_the_parser_of_a_launched_script_may_be_in_its_project(module: str, leve
     (tmp_path / "train.py").write_text("from megatron import initialize\ninitialize()\n")
     findings = lint(tmp_path, a__sh="python -m torch.distributed.launch --nproc_per_node 8 train.py\n")
     assert levels(findings) == ({} if level is None else {"--local-rank": level})
+
+
+@pytest.mark.parametrize(("source", "rules"), [("import hydra\n", []), ("import yaml\n", ["wrong-deepspeed-type"])])
+def test_hydra_reads_an_exponent_without_a_dot_as_a_number(source: str, rules: list[str], tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    text = "train_batch_size: 8\nzero_optimization:\n  stage: 2\n  reduce_bucket_size: 5e8\n"
+    assert [each.rule for each in lint(tmp_path, ds__yaml=text) if each.level == "error"] == rules

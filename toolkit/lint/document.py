@@ -52,6 +52,7 @@ from toolkit.lint.named_files import (
     imported_source,
     installing,
     names_program,
+    occurs,
     pinned_below,
     project_files,
     project_source,
@@ -163,8 +164,7 @@ class Document:
         """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
         names_file = self.call is not None and _named_settings(self.call).endswith(SUFFIXES)
         is_all = self.start is None or (self.start.is_complete and not names_file)
-        is_set = OWN_DEFAULT.search(self.source) or SET_BY_SCRIPT.search(self.reader_source)
-        return is_all and is_set is None
+        return is_all and not (OWN_DEFAULT.search(self.source) or occurs(SET_BY_SCRIPT, self.reader_source))
 
     @property
     def folder(self) -> Path:
@@ -189,12 +189,12 @@ class Document:
         """Return True for a setting that the script, or the project, reads by this name."""
         pattern = rf"{READS}|\.NAME\b" if "_" in name else READS  # a name of several words is hardly another thing's
         source = self.reader_source
-        return name in source and re.search(pattern.replace("NAME", re.escape(name)), source) is not None
+        return name in source and occurs(re.compile(pattern.replace("NAME", re.escape(name))), source)
 
     def is_read_from_arguments(self, name: str) -> bool:
         """Return True where the project's code reads a setting from its parsed arguments: `args.NAME`."""
         source = project_source(self.folder)
-        return name in source and re.search(rf"(?:args|config)\.{re.escape(name)}\b", source) is not None
+        return name in source and occurs(re.compile(rf"(?:args|config)\.{re.escape(name)}\b"), source)
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
@@ -242,7 +242,7 @@ class Document:
     @property
     def is_read_in_parts(self) -> bool:
         """Return True where a script reads the same file with several of TRL's parsers, and may change it."""
-        return self.call is None and PARSED_TWICE.search(self.reader_source) is not None
+        return self.call is None and occurs(PARSED_TWICE, self.reader_source)
 
     @property
     def reader_source(self) -> str:

@@ -106,8 +106,12 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 def project_files(folder: Path) -> tuple[Path, ...]:
     """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
     root = next((each for each in _around(folder) if any((each / mark).exists() for mark in _MARKS)), None)
-    if root is None or root == Path(__file__).parents[2]:  # no file of a user is read by this toolkit's own modules
-        return ()
+    # No file of a user is read by this toolkit's own modules.
+    return () if root is None or root == Path(__file__).parents[2] else _python_files(root)
+
+
+@functools.lru_cache(maxsize=16)
+def _python_files(root: Path) -> tuple[Path, ...]:
     files: list[Path] = []
     for place, folders, names in itertools.islice(os.walk(root), MAX_SOURCES):
         folders[:] = [name for name in sorted(folders) if not name.startswith(".") and name != "site-packages"]
@@ -249,7 +253,18 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    caches = (project_files, project_source, has_own_loop, has_own_copy, names_program, _requirements, _names)
+    caches = (
+        project_files,
+        _python_files,
+        project_source,
+        _source_of,
+        occurs,
+        has_own_loop,
+        has_own_copy,
+        names_program,
+        _requirements,
+        _names,
+    )
     for each in (*caches, _folders_below, pinned_below, asks_from, installs):
         each.cache_clear()
 
@@ -257,7 +272,21 @@ def forget_projects() -> None:
 @functools.lru_cache(maxsize=64)
 def project_source(folder: Path, *parts: str) -> str:
     """Return the text of the Python files of a project, or of those with one of some parts in their path."""
-    return _texts([each for each in project_files(folder) if not parts or any(part in str(each) for part in parts)])
+    return _source_of(
+        tuple(each for each in project_files(folder) if not parts or any(part in str(each) for part in parts))
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _source_of(files: tuple[Path, ...]) -> str:
+    """The text of files: one object for all folders of a project, whose searches `occurs` remembers."""
+    return _texts(files)
+
+
+@functools.lru_cache(maxsize=4096)
+def occurs(pattern: re.Pattern[str], text: str) -> bool:
+    """Return True where a pattern is found in a text; in the sources of a project a search takes long."""
+    return pattern.search(text) is not None
 
 
 @functools.lru_cache(maxsize=256)
@@ -328,4 +357,4 @@ def declares(source: str, name: str) -> bool:
     field, option = re.escape(name), re.escape(name).replace("_", "[-_]")
     pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
     is_there = name in source or name.replace("_", "-") in source
-    return is_there and re.search(pattern, source, re.MULTILINE) is not None
+    return is_there and occurs(re.compile(pattern, re.MULTILINE), source)

@@ -14,6 +14,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import occurs
 from toolkit.lint.rules.programs import is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -53,6 +54,7 @@ PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
 KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
+OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
@@ -206,15 +208,15 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
-    level = WARNING if doc.program == "llama-factory" or KEEPS_TEXT.search(doc.reader_source) else NOTE
+    level = WARNING if doc.program == "llama-factory" or occurs(KEEPS_TEXT, doc.reader_source) else NOTE
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
         is_unsloths = (name, value) == ("gradient_checkpointing", "unsloth")  # what its `get_peft_model` takes
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
-        if doc.call is None and doc.is_declared(name) and isinstance(value, list | dict):
+        if doc.call is None and isinstance(value, list | dict) and doc.is_declared(name):
             continue  # as the project's own code has it: a space to search, a table
-        is_text &= not re.search(CONVERTS.format(name), doc.reader_source)
+        is_text = is_text and not occurs(re.compile(CONVERTS.format(name)), doc.reader_source)
         is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
         is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
@@ -234,12 +236,15 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
+    is_omegaconfs = not doc.is_json and ("${" in doc.text or occurs(OMEGACONF, doc.reader_source))
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
+            if is_omegaconfs and re.fullmatch(r"\d+[eE]\d+", str(value)):
+                continue  # a number to its loader
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
             if is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
                 yield Match(key, f"{value} is text here: accelerate counts, and raises", f"`{value}`, without quotes")
