@@ -37,6 +37,7 @@ ZERO = "accelerate launch --use_deepspeed"
 RUN_CLM = "run_clm.py --model_name_or_path a/b --output_dir out --do_train"
 SWIFT_BEST = "swift sft --model a --tuner_type lora --load_best_model_at_end true --eval_strategy steps --eval_steps 2"
 SWIFT_4BIT = "swift sft --model a --tuner_type lora --fsdp fsdp2 --quant_method bnb --quant_bits 4"
+ARGUMENTS = "--output_dir out --per_device_train_batch_size 1 --save_strategy no "
 JOB, SKY = "job.sbatch", "task.yaml"
 
 
@@ -158,6 +159,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "CUDA_VISIBLE_DEVICES=2,3 deepspeed train.py\n", 1, "run.sh"),
     ("more-processes-than-gpus", "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 4 train.py\n",
      "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py\n", 1, "run.sh"),
+    ("include-with-count", "deepspeed -i localhost:0 --num_gpus 1 train.py\n",
+     "deepspeed -i localhost:0 train.py --num_gpus 1\n", 1, "run.sh"),
     ("include-with-count", "deepspeed --include localhost:0 --num_gpus 1 train.py\n",
      "deepspeed --include localhost:0 train.py --num_gpus 1\n", 1, "run.sh"),
     ("launcher-per-gpu", changed(GOOD, "#SBATCH --ntasks-per-node=1", "#SBATCH --ntasks=16"),
@@ -254,6 +257,9 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("refused-by-swift", "swift rlhf --rlhf_type dpo --model a --tuner_type lora --ref_model b\n",
      "swift rlhf --rlhf_type dpo --model a --tuner_type full --ref_model b\n", 1, "run.sh"),
     ("refused-by-llama-factory", "CUDA_VISIBLE_DEVICES=0 llamafactory-cli train --stage sft --deepspeed z.json\n",
+     "CUDA_VISIBLE_DEVICES=0 python a.py && llamafactory-cli train --stage sft --deepspeed z.json\n", 1, "run.sh"),
+    ("refused-by-llama-factory",
+     "export CUDA_VISIBLE_DEVICES=0 && cd a && llamafactory-cli train --stage sft --deepspeed z.json\n",
      "CUDA_VISIBLE_DEVICES=0 FORCE_TORCHRUN=1 llamafactory-cli train --stage sft --deepspeed z.json\n", 1, "run.sh"),
     ("refused-by-verl", f"{VERL}data.train_batch_size=256 trainer.n_gpus_per_node=1\n",
      f"{VERL}trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1\n", None, "run.sh"),
@@ -267,6 +273,10 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "python -m torch.distributed.launch --nproc_per_node 2 x.py -m a\n", 2, "run.sh"),
     ("unknown-launcher-option", "torchrun --data_path a x.py\n", "torchrun --nproc_per_node 2 x.py --data_path a\n", 1,
      "run.sh"),
+    ("unknown-launcher-option", "deepspeed --num_gpus 2 -m a.train --bf16\n",
+     "deepspeed --num_gpus 2 --module a.train --bf16\n", 1, "run.sh"),
+    ("fp16-and-bf16", f"deepspeed --num_gpus 2 -m a.train {ARGUMENTS}--fp16 True --bf16 True\n",
+     f"deepspeed --num_gpus 2 --module a.train {ARGUMENTS}--bf16 True\n", 1, "run.sh"),
     ("unknown-launcher-option", "accelerate launch --num_gpu 2 x.py\n", "accelerate launch --num_proc 2 x.py\n", 1,
      "run.sh"),
     ("refused-by-verl", f"{VERL}data.train_batch_size=16\n", f"{VERL}data.train_batch_size=$((2 * N))\n", 1, "run.sh"),

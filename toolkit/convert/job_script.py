@@ -73,6 +73,7 @@ _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
 _BRANCH = re.compile(r"^[ \t]*(?:(if|case)|(else|elif)|(fi|esac))\b|(;;)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
+_SEPARATOR = re.compile(r"&&|\|\||;")
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
 )
@@ -97,7 +98,7 @@ class LauncherCall:
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)  # name -> value (None: a flag) and line
     words: tuple[str, ...] = ()  # of the arguments
     is_complete: bool = True  # False where a variable may stand for more words
-    before: str = ""  # the words of its command in front of it: srun's options, for one
+    before: str = ""  # the words of its command in front of it, srun's options, for one, and what its line exports
 
     @property
     def as_yaml(self) -> dict[str, Any]:
@@ -212,13 +213,29 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             set_last = _variables(text[:start], last_counts=True)
             variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
             words = _words_behind(text, (start, end), start + found.end(), variables, options)
-            call = replace(_read_call(tool, words, line_at, start + found.start()), before=command[: found.start()])
+            call = replace(
+                _read_call(tool, words, line_at, start + found.start()), before=_in_front(command[: found.start()])
+            )
             holder = _ASSIGNMENT.match(command) if call.script is None else None
             uses = list(_uses(text, commands, holder[2])) if holder and found.end() <= holder.end() else []
             for base, stop, used, after in uses:
                 words_there = [*words, *_words_behind(text, (base, stop), after, variables, options)]
-                yield replace(_read_call(tool, words_there, line_at, used), before=text[base:used])
+                yield replace(_read_call(tool, words_there, line_at, used), before=_in_front(text[base:used]))
             yield from () if uses else (call,)
+
+
+def _in_front(text: str) -> str:
+    """Return what is in front of a launcher without the earlier commands of its line, unless they export something; the
+    start of a string that it is in stays."""
+    strings = [token for token in _TOKEN.finditer(text) if token[0][0] in "'\""]
+    last = strings[-1] if strings else None
+    is_inside = last is not None and last.end() == len(text) and (len(last[0]) == 1 or last[0][-1] != last[0][0])
+    stop = last.start() if last and is_inside else len(text)
+    masked = _TOKEN.sub(lambda token: "_" * len(token[0]), text[:stop])
+    ends = [found.end() for found in _SEPARATOR.finditer(masked)]
+    *others, front = (text[slice(*span)] for span in itertools.pairwise([0, *ends, stop]))
+    inside = text[stop : stop + 1] + _SEPARATOR.split(text[stop + 1 :])[-1]
+    return "".join(each for each in others if each.lstrip().startswith("export ")) + front + inside
 
 
 def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterator[tuple[int, int, int, int]]:
@@ -255,6 +272,7 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
     while index < len(words) and tool not in PROGRAMS:
         word, _, is_open = words[index]
         name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
+        name = launcher_tables()["short"].get(tool, {}).get(name, name)
         if not word.startswith("-"):
             if not (is_open and _MANY_WORDS.search(word)):
                 break

@@ -188,10 +188,13 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
-    """A launcher refuses an option in front of the script's name that it lacks: it may be the script's."""
+    """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
+    `--module`, and no `-m`."""
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known and call.script else ():
+            if (call.tool, name) == ("deepspeed", "m"):
+                yield Match("-m", "deepspeed has no -m, and refuses it", "`--module`", line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
             if is_name and not any(each.startswith(name) for each in known):
                 option = f"--{name.replace('-', '_')}"
@@ -297,8 +300,7 @@ def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES lists for a launch, and the line; empty where nothing says it."""
     assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
     exported = [(found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}") if line <= call.line]
-    # What stands in front of an earlier command of the line is not this one's.
-    in_front = re.findall(assigned, re.split(r"&&|\|\||;", call.before)[-1])[-1:]
+    in_front = re.findall(assigned, call.before)[-1:]
     gpus, line = (in_front[0], call.line) if in_front else exported[-1] if exported else ("", 0)
     if gpus.startswith("$"):
         gpus = next((found[1] for found, _ in doc.script.find(rf"\b{gpus[1:]}=[\"']?([\d,]+)")), "")
