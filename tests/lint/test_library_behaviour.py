@@ -17,7 +17,16 @@ import pytest
 import yaml
 from fork_server import SERVER_VARIABLE
 from launching import cpu_environment, fork_server, run_warm, torchrun
-from refused_arguments import BF16_STATES, REFUSED, REFUSED_BY_DEEPSPEED, REFUSED_BY_PEFT, WORDS_OF_DEEPSPEED
+from refused_arguments import (
+    BF16_STATES,
+    REFUSED,
+    REFUSED_BY_DEEPSPEED,
+    REFUSED_BY_PEFT,
+    REFUSED_IN_BLOCKS,
+    REFUSED_NESTED,
+    WORDS_OF_DEEPSPEED,
+    WRONG_IN_BLOCKS,
+)
 
 from toolkit.convert.job_script import launcher_tables, read_script
 from toolkit.job.trainer_schema import trainer_argument_names
@@ -513,10 +522,13 @@ def read(text): DeepSpeedPlugin(hf_ds_config=json.loads(text)).deepspeed_config_
 """
 KEPT = ('{"zero_optimization": {"stage": 3, "sub_group_size": "auto"}', '{"zero_optimization": {"stage": 3}}')
 REFUSALS = {
-    "Trainer": (ARGUMENTS, REFUSED),
+    "Trainer": (ARGUMENTS, [*REFUSED, *REFUSED_NESTED]),
     "DeepSpeed": (
         DEEPSPEED_CONFIG,
-        [*REFUSED_BY_DEEPSPEED, *BF16_STATES, *WORDS_OF_DEEPSPEED, ("{}", '{"train_batch_size": 1}')],
+        [
+            *(*REFUSED_BY_DEEPSPEED, *BF16_STATES, *WORDS_OF_DEEPSPEED, *WRONG_IN_BLOCKS, *REFUSED_IN_BLOCKS),
+            ("{}", '{"train_batch_size": 1}'),
+        ],
     ),
     "peft": (
         ADAPTER,

@@ -401,6 +401,8 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\nstreaming
         ("llamafactory-cli train {} $MORE", FACTORY, []),
         ("llamafactory-cli webchat {}", FACTORY + "max_steps: 5\noutput_dir: a\n",
          [("refused-by-llama-factory", "x.yaml", None)]),
+        ("llamafactory-cli export {}", FACTORY + "max_steps: 5\noutput_dir: a\n",
+         [("refused-by-llama-factory", "x.yaml", None)]),
         ("axolotl train {} --load-in-8bit=true", "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\n",
          [("refused-by-axolotl", "run.sh", 1)]),
     ],

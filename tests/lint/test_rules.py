@@ -18,7 +18,11 @@ from refused_arguments import (
     REFUSED_BY_DEEPSPEED,
     REFUSED_BY_GRPO,
     REFUSED_BY_PEFT,
+    REFUSED_IN_BLOCKS,
+    REFUSED_LATER,
+    REFUSED_NESTED,
     WORDS_OF_DEEPSPEED,
+    WRONG_IN_BLOCKS,
 )
 
 from toolkit.hardware.disks import Mount
@@ -97,6 +101,19 @@ CASES = [
          fixed='{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'),
     Case("refused-nested-key", '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto",\n"loss_scale": 0}}',
          '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": 0}}', 2, "ds.json"),
+    *(Case("refused-nested-argument", f"output_dir: out\n{bad}", f"output_dir: out\n{good}", 2)
+      for bad, good in (*REFUSED_NESTED, *REFUSED_LATER)),
+    *(Case("wrong-deepspeed-type", bad, good, 2, "ds.json") for bad, good in WRONG_IN_BLOCKS),
+    *(Case("refused-nested-key", bad, good, 2, "ds.json") for bad, good in REFUSED_IN_BLOCKS),
+    Case("refused-nested-key", '{"zero_optimization": {},\n"aio": {"thread_count": 1}}',
+         '{"zero_optimization": {}, "aio": {"intra_op_parallelism": 1}}', 2, "ds.json",
+         fixed='{"zero_optimization": {},\n"aio": {"intra_op_parallelism": 1}}'),
+    Case("removed-training-argument", f"{SFT}tp_size: 2\n", f"{SFT}tp_sizes: 2\n", 4),
+    Case("unknown-nested-key", "distributed_type: MULTI_GPU\nfp8_config:\n  amax_history_length: 32\n",
+         "distributed_type: MULTI_GPU\nfp8_config:\n  amax_history_len: 32\n  fp8_format: E4M3\n", 3,
+         fixed="distributed_type: MULTI_GPU\nfp8_config:\n  fp8_amax_history_len: 32\n"),
+    Case("unknown-nested-key", "distributed_type: MULTI_GPU\ndynamo_config:\n  backend: INDUCTOR\n  dynamic: true\n",
+         "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_backend: INDUCTOR\n  use_dynamic: true\n", 4),
     Case("removed-deepspeed-key", '{"zero_optimization": {"stage": 1},\n "elasticity": {"enabled": false}}',
          '{"zero_optimization": {"stage": 1}}', 2, "ds.json", fixed='{"zero_optimization": {"stage": 1}}'),
     Case("deprecated-zero-key", '{"zero_optimization": {"stage": 2, "cpu_offload": true}}',

@@ -90,11 +90,44 @@ WORDS_OF_DEEPSPEED = [
     (_json('"communication_data_type": "float16"'), _json('"communication_data_type": "FP16"')),
     (_json('"gradient_allreduce_op": "avg"'), _json('"gradient_allreduce_op": "Mean"')),
     (_json('"checkpoint": {"tag_validation": "none"}'), _json('"checkpoint": {"tag_validation": "ignore"}')),
+    (_json('"checkpoint": {"tag_validation": false}'), _json('"checkpoint": {"tag_validation": "Fail"}')),
+    (_json('"communication_data_type": false'), _json('"communication_data_type": null')),
+    (_json(_zero(2, '"offload_optimizer": {"device": null}')), _json(_zero(2, '"offload_optimizer": null'))),
     (_json('"checkpoint": {"parallel_write": {"pipeline_stage": "yes"}}'),
      _json('"checkpoint": {"parallel_write": {"pipeline_stage": true}}')),
     (_json('"torch_autocast": {"enabled": true, "dtype": "bf"}'),
      _json('"torch_autocast": {"enabled": true, "dtype": "bfloat16"}')),
     (_json(_zero(2, ZENFLOW.replace('strategy": "auto', 'strategy": "steps'))), _json(_zero(2, ZENFLOW))),
+]  # fmt: skip
+# Values of another type in a block, and keys that it lacks.
+WRONG_IN_BLOCKS = [
+    (_json('"fp16": {"enabled": true, "min_loss_scale": 1e-10}'), _json('"fp16": {"min_loss_scale": 1}')),
+    (_json('"fp16": {"enabled": true, "hysteresis": null}'), _json('"fp16": {"hysteresis": 2}')),
+    (_json('"fp16": null'), _json('"bf16": null')),
+    (_json(_zero(3, '"overlap_comm": []')), _json(_zero(3, '"overlap_comm": null'))),
+    (_json(_zero(3, '"reduce_bucket_size": null')), _json(_zero(3, '"leaf_module": {"names": "a"}'))),
+    (_json('"wandb": {"enabled": true, "project": null}'), _json('"wandb": {"enabled": true, "group": null}')),
+    (_json('"comms_logger": {"prof_ops": "all"}'), _json('"comms_logger": {"prof_ops": []}')),
+]  # fmt: skip
+REFUSED_IN_BLOCKS = [
+    (_json('"tensorboard": {"log_dir": "a"}'), _json('"tensorboard": {"output_path": ""}')),
+    (_json('"compile": {"enabled": false}'), _json('"compile": {"deepcompile": false}')),
+    (_json(_zero(2, ZENFLOW.replace("topk", "top_k"))), _json('"aio": {"queue_depth": 8}, "timers": {}')),
+]
+# Keys of nested arguments; the Trainer refuses those of a scheduler and of accumulation later.
+REFUSED_NESTED = [
+    ("accelerator_config: {split_batch: true}\n", "accelerator_config: {split_batches: true}\n"),
+    ("accelerator_config: '{split_batches: true}'\n", "accelerator_config: '{\"split_batches\": true}'\n"),
+    ("lr_scheduler_kwargs: \"{'power': 2}\"\n", "lr_scheduler_kwargs: {power: 2}\n"),
+]
+REFUSED_LATER = [
+    ("accelerator_config: {gradient_accumulation_kwargs: {sync: true}}\n",
+     "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"),
+    ("lr_scheduler_kwargs: {min_lr: 0}\nlr_scheduler_type: cosine\n",
+     "lr_scheduler_kwargs: {min_lr: 0}\nlr_scheduler_type: cosine_with_min_lr\n"),
+    ("gradient_checkpointing_kwargs: {reentrant: false}\n", "gradient_checkpointing_kwargs: {use_reentrant: false}\n"),
+    ("lr_scheduler_kwargs: scheduler.json\n", "accelerator_config: accelerator.json\n"),
+    ("parallelism_config: {tp_size: 2}\n", "parallelism_config: null\n"),
 ]  # fmt: skip
 # What peft refuses where a layer gets its adapter: the rank and the share of dropout.
 REFUSED_BY_PEFT = [

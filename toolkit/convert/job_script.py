@@ -38,7 +38,9 @@ _LAUNCHERS = {
     "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\"?\$|\S+\.py))"),
     "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
     "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
-    "llamafactory-cli": re.compile(r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+(?:train|chat|webchat|api)\b)"),
+    "llamafactory-cli": re.compile(
+        r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+(?:train|chat|webchat|api|export)\b)"
+    ),
     "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
     "verl": re.compile(r"-m[ \t]+verl\.trainer\.(?=main_ppo\b)"),
     "openrlhf": re.compile(r"-m[ \t]+openrlhf\.cli\.(?=train_\w)"),

@@ -76,6 +76,8 @@ SETTINGS = ValueType(
 COUNT = ValueType("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
 DEGREE = ValueType("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
 WHOLE = ValueType("a whole number", _is_whole)
+LIST = ValueType("a list", lambda value: isinstance(value, list))
+STRING = ValueType("text", lambda value: isinstance(value, str))
 NUMBER = ValueType("a number of 0 or more", lambda value: type(value) in (int, float) and float(value) >= 0)
 BLOCK = ValueType("keys and values", lambda value: isinstance(value, dict))
 NOTHING = ValueType("nothing: no preset uses it", lambda value: not value, "remove the key")
@@ -91,7 +93,15 @@ PRECISIONS = ("no", "fp16", "bf16")
 FP8_HINT = "presets have no `fp8`: `toolkit plan --fp8` plans torchao's beside a bf16 preset"
 KINDS = {
     **{"switch": SWITCH, "text": TEXT, "settings": SETTINGS, "count": COUNT, "degree": DEGREE, "whole": WHOLE},
-    **{"number": NUMBER, "block": BLOCK, "nothing": NOTHING, "anything": ANYTHING, "stage": STAGE},
+    **{
+        "list": LIST,
+        "string": STRING,
+        "number": NUMBER,
+        "block": BLOCK,
+        "nothing": NOTHING,
+        "anything": ANYTHING,
+        "stage": STAGE,
+    },
     **{"reshard": RESHARD, "parallel": PARALLEL, "device": one_of(*OFFLOAD_DEVICES), "stage number": one_of(*STAGES)},
     "precision": ValueType("no, fp16 or bf16", PRECISIONS.__contains__, FP8_HINT),
     "machine": one_of("LOCAL_MACHINE"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,15 +21,26 @@ from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
     as_int,
+    converts_text,
     engine_of,
     fsdp_key,
     fsdp_setting,
     is_template,
+    keeps_text,
     shorten,
     uses_fsdp,
 )
 from toolkit.presets import removed_keys as removed
-from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types, ValueType
+from toolkit.presets.known_keys import (
+    ACCELERATE_BLOCKS,
+    BLOCK,
+    DEEPSPEED_BLOCKS,
+    NOTHING,
+    RESHARD,
+    STAGE,
+    Types,
+    ValueType,
+)
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -52,18 +64,28 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
-CONVERTS = r"(?:int|float|bool)\(.*[\"']{}[\"']"
-KEEPS_TEXT = re.compile(r"^$|parse_(?:yaml|json)_file|H4ArgumentParser|parse_dict|(?:yaml|json)\.\w*load")
 OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")
+# Blocks of accelerate's YAML whose keys are options of `accelerate launch`, and how these begin.
+OPTION_BLOCKS = {"fp8_config": "fp8_", "dynamo_config": "dynamo_", "megatron_lm_config": "megatron_lm_"}
+NO_EFFECT = "in {} has no effect: accelerate ignores it silently"
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
-# The version of accelerate that reads a key first, from then on with a type.
-READ_SINCE = {"fsdp_ignored_modules": "1.11.0"}
+# The version of a library that reads a key, or the keys of a block, with a type first.
+READ_SINCE = {
+    "aio": "0.16.5",
+    "fsdp_ignored_modules": "1.11.0",
+    "bf16": "0.17.1",
+    "fp16": "0.17.1",
+    "compile": "0.16.6",
+}
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
-READABLE_TYPES = ("true or false", "a whole number", "a number", "keys and values", "0, 1, 2")
+READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
+# Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
+LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
+NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
 FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
 
 
@@ -166,7 +188,13 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
             if name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
-                yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
+                yield _unknown(doc, block, name, known, NO_EFFECT.format(block))
+    for block, prefix in OPTION_BLOCKS.items():
+        options = [each.replace("-", "_") for each in launcher_tables()["options"]["accelerate"]]
+        known = {each for each in options if each.startswith(prefix)}
+        for name in doc.block(block):
+            if not {name, f"{prefix}{name}"} & {*known, *ACCELERATE_BLOCKS[""]}:
+                yield _unknown(doc, block, name, known, NO_EFFECT.format(block))
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -208,7 +236,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
-    level = WARNING if doc.program == "llama-factory" or occurs(KEEPS_TEXT, doc.reader_source) else NOTE
+    level = WARNING if doc.program == "llama-factory" or keeps_text(doc) else NOTE
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
@@ -216,7 +244,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
         if doc.call is None and isinstance(value, list | dict) and doc.is_declared(name):
             continue  # as the project's own code has it: a space to search, a table
-        is_text = is_text and not occurs(re.compile(CONVERTS.format(name)), doc.reader_source)
+        is_text = is_text and not converts_text(doc, name)
         is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
         is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
@@ -245,6 +273,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 continue
             if is_omegaconfs and re.fullmatch(r"\d+[eE]\d+", str(value)):
                 continue  # a number to its loader
+            if value is None and key in NULL_IS_ABSENT:
+                continue
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
             if is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
                 yield Match(key, f"{value} is text here: accelerate counts, and raises", f"`{value}`, without quotes")
@@ -253,11 +283,13 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 of_auto = NOTE if block and kind is not STAGE else WARNING
                 level = of_auto if value == "auto" and doc.kind == DEEPSPEED else None
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
-                message = f"{shorten(value)}, expected {kind.expected}"
+                is_one = block and isinstance(value, bool) and doc.kind == DEEPSPEED and "number" in kind.expected
+                level = WARNING if is_one or (kind is STAGE and isinstance(value, bool)) else level  # 1 to pydantic
+                message = f"{'null' if value is None else shorten(value)}, expected {kind.expected}"
                 if kind is STAGE and isinstance(value, str) and value.isdigit():
                     message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
                 fix = _as_expected(key, value, kind.expected)
-                yield Match(key, message, fix, level=level, since=READ_SINCE.get(name))
+                yield Match(key, message, fix, level=level, since=READ_SINCE.get(name, READ_SINCE.get(block)))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
@@ -280,12 +312,16 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
     if is_deepspeed and isinstance(value, str):
         is_read = bool(block) and value.isdigit() and kind is not STAGE
         readings = (value, as_bool(value), *([as_int(value)] if is_read else []))
-    if value in (None, []) or kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
+    if kind is RESHARD or any(kind.accepts(each) for each in readings if each is not None):
         return False
+    if value in (None, []):  # which pydantic refuses, and a block's reader
+        is_read = block not in ("", *LOOSE_BLOCKS) or kind is BLOCK
+        return is_deepspeed and is_read and not kind.accepts(value)
     if isinstance(value, list | dict) or kind.expected.startswith(READABLE_TYPES):
         return kind.expected != NOTHING.expected
     # FSDP1 numbers its strategies, and an unquoted `no` is false.
-    return kind.expected.startswith("text") and type(value) in (int, float) and block != "fsdp_config"
+    plain = (int, float, bool) if is_deepspeed else (int, float)
+    return kind.expected.startswith("text") and type(value) in plain and block != "fsdp_config"
 
 
 @rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words", for_every_program=True)
@@ -306,6 +342,8 @@ def _other_words(doc: Document) -> Iterator[Match]:
         is_folded = table["fold"] == "upper" and not (table.get("option") == "exact" and doc.call is not None)
         fold = str.upper if is_folded else str
         is_word = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+        if doc.kind == DEEPSPEED and doc.has(place) and not is_word:
+            is_word, value = True, value if isinstance(value, float) else json.dumps(value)
         if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
         elif is_word and fold(str(value)) not in map(fold, words):
@@ -341,8 +379,8 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
         has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
         in_capitals = {word.upper(): word for word in has_all or words}
         close = nearest(str(value)[:100].upper(), in_capitals, cutoff=0.2 if has_all else 0.6)
-        off = "NO" if str(value).upper() in ("NONE", "NULL", "OFF", "FALSE") else "\0"
-        close = next((word for word in words if word.upper() == close or word.upper().startswith(off)), None)
+        is_off = str(value).upper() in ("NONE", "NULL", "OFF", "FALSE")
+        close = next((word for word in words if (word.upper()[:2] == "NO" if is_off else word.upper() == close)), None)
         close = '"no"' if close == "no" else close  # YAML takes it for false without
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
         message = f"{shorten(value)} is not one of {listed}: {otherwise}"
@@ -351,15 +389,17 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
-    """DeepSpeed refuses an unknown key inside `zero_optimization`, its offload blocks, `bf16` and `fp16`, once the
-    ranks have started."""
+    """DeepSpeed refuses an unknown key inside a block (`zero_optimization`, `fp16`, `tensorboard`) once the ranks have
+    started. In `aio`, `checkpoint`, `activation_checkpointing` and a few more it passes over one."""
     for block, known in DEEPSPEED_BLOCKS.items():
-        for name in doc.block(block):
+        for name in doc.block(block) if block else ():
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
             others = (*removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED)  # of other rules
             if name not in (*known, *others) and f"stage3_{name}" not in known:
-                found = _unknown(doc, block, name, known, f"in {block.rpartition('.')[2]} is refused by DeepSpeed")
-                yield replace(found, since="0.17.1" if block in ("bf16", "fp16") else None)
+                is_loose, where = block in LOOSE_BLOCKS, f"in {block.rpartition('.')[2]}"
+                effect = "has no effect: DeepSpeed ignores it silently" if is_loose else "is refused by DeepSpeed"
+                found = _unknown(doc, block, name, known, f"{where} {effect}")
+                yield replace(found, since=READ_SINCE.get(block))
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")

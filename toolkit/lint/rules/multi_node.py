@@ -260,7 +260,8 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs
 
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
-STARTERS = r"\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
+# Not what asks a node for its address: `$(srun ... hostname)`.
+STARTERS = r"(?<!\$\()(?<!`)\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
 TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")

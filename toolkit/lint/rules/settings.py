@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import find_named, has_own_loop, imported_source, project_source
+from toolkit.lint.named_files import find_named, has_own_loop, imported_source, occurs, project_source
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -131,6 +131,22 @@ def listed_dimensions(doc: Document, block: str) -> list[str]:
 
 
 # -- Trainer arguments
+
+# Code that makes a number of each value that is text, or of how PyYAML reads one.
+CONVERTS_TEXT = r"isinstance\(\s*(\w+)\s*,\s*str\s*\)[^#]{0,300}?float\(\s*\1\s*\)|add_implicit_resolver\("
+
+
+def keeps_text(doc: Document) -> bool:
+    """Return True where the code that reads a file is not here, or is known to leave its values as they are."""
+    kind = "json" if doc.is_json else "yaml"
+    keeps = rf"^$|parse_{kind}_file|H4ArgumentParser|parse_dict|{kind}\.\w*load"  # OmegaConf reads a number
+    return occurs(re.compile(keeps), doc.reader_source)
+
+
+def converts_text(doc: Document, name: str) -> bool:
+    """Return True where the code that reads a file makes a number or a switch of a setting's text."""
+    own = rf"(?:int|float|bool)\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
+    return occurs(re.compile(own), doc.reader_source)
 
 
 def uses_fsdp(doc: Document) -> bool:

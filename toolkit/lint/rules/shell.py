@@ -64,6 +64,10 @@ def lost_line(doc: Document) -> Iterator[Match]:
             yield Match(found[1], message, fix, line=line)
             if is_windows:
                 return
+    for found, line in script.find(r"(?<=\s)\\[ \t]+(?=--?\w)") if script.calls else ():
+        if not _in_spans(found.start(), (*script.strings, *script.protected)):
+            message = "is a word with a space to bash, and reaches the program as an argument"
+            yield Match("\\", message, "a line break behind the backslash, or no backslash", line=line)
     if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
         fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
         yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
 
 from toolkit.convert.job_script import LauncherCall
+from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -15,11 +17,13 @@ from toolkit.lint.rules.settings import (
     as_enum,
     as_float,
     as_int,
+    converts_text,
     fsdp_key,
     fsdp_setting,
     fsdp_version,
     is_grpo,
     is_template,
+    keeps_text,
     passes,
     shorten,
     uses_fsdp,
@@ -30,11 +34,10 @@ STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 FSDP2_SINCE = "5.10.0"  # the Trainer's default version of FSDP
 FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
-CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check"}
+CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check", "context_fn", "debug", "early_stop"}
+ACCUMULATION_KWARGS = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
-# Code that makes numbers of a file's text: each value that is text, or how PyYAML reads them.
-CONVERTS_TEXT = r"isinstance\(\s*(\w+)\s*,\s*str\s*\)[^#]{0,300}?float\(\s*\1\s*\)|add_implicit_resolver\("
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 
 
@@ -170,12 +173,44 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
         is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
         is_in_yaml = doc.call is None and not (doc.is_json or doc.is_flag(name))
-        own = rf"float\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
-        if is_its and is_in_yaml and not re.search(own, doc.reader_source):
-            number = re.sub("[eE]", ".0e", str(value))
-            keeps_it = re.search(r"^$|parse_yaml_file|H4ArgumentParser|parse_dict|yaml\.\w*load", doc.reader_source)
-            fix, level = f"`{number}`", None if keeps_it else NOTE  # OmegaConf reads a number
-            yield Match(name, f"{value} is text to PyYAML: parse_yaml_file keeps it", fix, value=number, level=level)
+        if is_its and is_in_yaml and not converts_text(doc, name):
+            number, level = re.sub("[eE]", ".0e", str(value)), None if keeps_text(doc) else NOTE
+            message = f"{value} is text to PyYAML: parse_yaml_file keeps it"
+            yield Match(name, message, f"`{number}`", value=number, level=level)
+
+
+@rule(ERROR, TRAINER, library="transformers", fix="a key of the block, as JSON", for_every_program=True)
+def refused_nested_argument(doc: Document) -> Iterator[Match]:
+    """The Trainer passes the keys of these blocks on, and what they go to raises for one that it lacks. A word that
+    begins with `{` is read as JSON.
+    """
+    schema, schedule = trainer_schema(), str(doc.get("lr_scheduler_type"))
+    known = {
+        "accelerator_config": schema.accelerator_config,
+        "accelerator_config.gradient_accumulation_kwargs": ACCUMULATION_KWARGS,
+        "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
+        "gradient_checkpointing_kwargs": CHECKPOINTING_KWARGS,
+        "lr_scheduler_kwargs": schema.schedules.get(schedule) if not schedule.startswith("constant") else None,
+    }
+    if isinstance(doc.get("parallelism_config"), dict | str):
+        fix = "`parallelism_config` in accelerate's YAML, or a `ParallelismConfig` in the script"
+        yield Match("parallelism_config", "no file and no command can say it: the Trainer takes an object", fix)
+    for name, keys in known.items():
+        values = doc.get(name)
+        if isinstance(values, str) and values.startswith("{") and not is_template(values):
+            try:
+                values = json.loads(values)
+            except ValueError:
+                fix = "double quotes around its words, `true` and `false`, in single ones of the shell"
+                yield Match(name, f"{shorten(values)} is no JSON, and is refused", fix)
+        if isinstance(values, str) and values[:1] not in ("", "{") and name != "accelerator_config":
+            message = f"{shorten(values)} is text, and the Trainer takes keys and values: it raises"
+            yield Match(name, message, "JSON: `{...}`, or the block in a YAML")
+        for key in values if isinstance(values, dict) and keys else ():
+            if key not in keys:
+                close, place = nearest(str(key)[:100], keys), name if doc.call else f"{name}.{key}"
+                fix = f"`{close}`" if close else f"one of {', '.join(sorted(keys))}"
+                yield Match(place, f"`{shorten(key)}` is refused in {name.rpartition('.')[2]}", fix)
 
 
 @rule(ERROR, TRAINER, library="pyyaml", fix="the keys indented under their block", for_every_program=True)
