@@ -151,7 +151,7 @@ def lint_document(document: Document) -> list[Finding]:
         Finding(
             file=document.path if (place := _place(document, match.key)) is document else place.path,
             key=match.key,
-            line=match.line if match.line is not None else place.line(match.key),
+            line=match.line or place.line(match.key) or (document.call.line if document.call else None),
             level=_level(document, rule, match),
             rule=rule.name,
             message=_message(document, rule, match),

@@ -158,8 +158,7 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
 def batch_arithmetic(doc: Document) -> Iterator[Match]:
-    """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes;
-    no number of processes makes these equal."""
+    """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes."""
     total, per_gpu, accumulation = (as_int(doc.get(key)) for key in BATCH_KEYS)
     fills = not is_without_trainer(doc)  # DeepSpeed alone takes no `auto`
     value, fix = ("auto", '`"auto"`') if fills else (None, "a positive number")
@@ -311,8 +310,7 @@ def precision_owned_by_json(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, TRAINER, *SCRIPTS, library="deepspeed", fix='"auto" in the JSON')
 def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
-    """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes,
-    and no value of what the JSON leaves open makes these equal."""
+    """DeepSpeed asserts train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x processes."""
     if doc.kind not in SCRIPTS:
         processes = as_int(doc.get("num_processes")) or processes_of(doc)
         key, fix = "num_processes" if doc.kind == ACCELERATE else "deepspeed", '`"auto"` for all three in the JSON'

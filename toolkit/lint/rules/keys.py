@@ -183,7 +183,7 @@ def unknown_key(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
-    """accelerate silently accepts an unknown key inside a block, and nothing reads it: the default applies."""
+    """accelerate silently ignores an unknown key inside a block: the default applies."""
     for block, known in ACCELERATE_BLOCKS.items():
         for name in doc.block(block):
             prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
@@ -389,8 +389,8 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.8.0", fix="the nearest known key, or nothing")
 def refused_nested_key(doc: Document) -> Iterator[Match]:
-    """DeepSpeed refuses an unknown key inside a block (`zero_optimization`, `fp16`, `tensorboard`) once the ranks have
-    started. In `aio`, `checkpoint`, `activation_checkpointing` and a few more it passes over one."""
+    """DeepSpeed refuses an unknown key in most blocks. It passes over one in `aio`, `checkpoint`,
+    `activation_checkpointing` and a few more."""
     for block, known in DEEPSPEED_BLOCKS.items():
         for name in doc.block(block) if block else ():
             # DeepSpeed also accepts the name of its own field, without `stage3_`.
@@ -418,7 +418,7 @@ def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, DEEPSPEED, library="deepspeed", removed_in="0.6.5", fix="the new key")
 def deprecated_zero_key(doc: Document) -> Iterator[Match]:
-    """DeepSpeed still accepts the old spelling, and warns in the log that it will be removed."""
+    """DeepSpeed still accepts the old spelling, with a warning."""
     for name, instead in removed.ZERO_DEPRECATED.items():
         key = f"zero_optimization.{name}"
         if doc.has(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from toolkit.convert.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
+from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, source_of
@@ -247,6 +249,16 @@ def one_process_for_gpus(doc: Document) -> Iterator[Match]:
         needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
         if call.tool == "swift" and str(needs[0]).lower() != "false":
             yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
+
+
+@rule(WARNING, *SCRIPTS, library="transformers", fix="the name with its two dashes")
+def option_without_dashes(doc: Document) -> Iterator[Match]:
+    """A parser refuses a word that is no option, nor its value."""
+    known = {*trainer_argument_names(), *launcher_tables()["of_trainer"]}
+    for call in doc.script.calls:
+        for before, word in itertools.pairwise(("", *call.words)):
+            if word in known and "_" in word and not before.startswith("-"):
+                yield Match(word, f"{word} is no option without dashes: it is refused", f"`--{word}`", line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")

@@ -181,9 +181,7 @@ def number_as_text(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, TRAINER, library="transformers", fix="a key of the block, as JSON", for_every_program=True)
 def refused_nested_argument(doc: Document) -> Iterator[Match]:
-    """The Trainer passes the keys of these blocks on, and what they go to raises for one that it lacks. A word that
-    begins with `{` is read as JSON.
-    """
+    """The Trainer refuses other keys in its nested arguments. A word that begins with `{` is read as JSON."""
     schema, schedule = trainer_schema(), str(doc.get("lr_scheduler_type"))
     known = {
         "accelerator_config": schema.accelerator_config,
