@@ -133,7 +133,7 @@ def test_a_launcher_that_a_variable_names_is_read_where_the_variable_is_used() -
     [
         ("A=1 python x.py && B='2; 3' ", " B='2; 3' "),
         ("export A=1; C=1 echo hi || B=2 ", "export A=1; B=2 "),
-        ("cd x; srun -N 2 bash -c 'cd y && A=1 ", " srun -N 2 bash -c ' A=1 "),
+        ("cd x; srun -N 2 bash -c 'cd y && A=1 ", " srun -N 2 bash -c 'cd y && A=1 "),
     ],
 )
 def test_the_earlier_commands_of_a_line_are_not_in_front_of_a_launcher(line: str, before: str) -> None:

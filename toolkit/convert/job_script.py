@@ -75,7 +75,7 @@ _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
 _BRANCH = re.compile(r"^[ \t]*(?:(if|case)|(else|elif)|(fi|esac))\b|(;;)", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
-_SEPARATOR = re.compile(r"&&|\|\||;")
+_SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
 )
@@ -227,17 +227,13 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
 
 
 def _in_front(text: str) -> str:
-    """Return what is in front of a launcher without the earlier commands of its line, unless they export something; the
-    start of a string that it is in stays."""
-    strings = [token for token in _TOKEN.finditer(text) if token[0][0] in "'\""]
-    last = strings[-1] if strings else None
-    is_inside = last is not None and last.end() == len(text) and (len(last[0]) == 1 or last[0][-1] != last[0][0])
-    stop = last.start() if last and is_inside else len(text)
-    masked = _TOKEN.sub(lambda token: "_" * len(token[0]), text[:stop])
-    ends = [found.end() for found in _SEPARATOR.finditer(masked)]
-    *others, front = (text[slice(*span)] for span in itertools.pairwise([0, *ends, stop]))
-    inside = text[stop : stop + 1] + _SEPARATOR.split(text[stop + 1 :])[-1]
-    return "".join(each for each in others if each.lstrip().startswith("export ")) + front + inside
+    """Return what is in front of a launcher without the earlier commands of its line, but for exports, and for what
+    begins the string that it is in."""
+    masked = _STRING.sub(lambda string: "_" * len(string[0]), text)
+    ends = [0, *(found.end() for found in _SEPARATOR.finditer(masked)), len(text)]
+    *others, last = (slice(*span) for span in itertools.pairwise(ends))
+    kept = [text[each] for each in others if re.match(r"\s*export\s|.*['\"]", masked[each], re.DOTALL)]
+    return "".join(kept) + text[last]
 
 
 def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterator[tuple[int, int, int, int]]:

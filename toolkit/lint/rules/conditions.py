@@ -55,6 +55,8 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     ),
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "uses_fsdp": settings.uses_fsdp,
+    "is_run_by_fsdp": settings.is_run_by_fsdp,
+    "stores_floats": lambda doc: "FLOAT" in as_enum(doc.get("bnb_4bit_quant_storage")),
     "is_state_dict_refused": lambda doc: any(map(rejects_save_only_model, _settings_of_fsdp(doc, "state_dict_type"))),
     "is_recomputed_by_fsdp": lambda doc: any(map(as_bool, _settings_of_fsdp(doc, "activation_checkpointing"))),
     "is_sharded": lambda doc: (

@@ -36,9 +36,7 @@ from toolkit.lint.rules.settings import (
     names_word,
     offload_device,
     shorten,
-    stage3_key,
     trainer_of,
-    zero_stage,
 )
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
 
@@ -189,17 +187,6 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
             continue
         if mount is not None and mount.kind == "memory":
             yield Match(key, f"{shorten(path)} is on {mount.filesystem}, in host memory", "a local disk")
-
-
-@rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="stage3_prefetch_bucket_size: 0")
-def nvme_prefetch(doc: Document) -> Iterator[Match]:
-    """Parameters on NVMe fail in the second step with prefetch (`already assigned swap buffer`), the default, also of
-    `auto`.
-    """
-    key = stage3_key(doc, "prefetch_bucket_size")
-    if offload_device(doc, "param") == "nvme" and zero_stage(doc) == 3 and doc.get(key) != 0:
-        fix = '`"stage3_prefetch_bucket_size": 0`'
-        yield Match(key, "parameters on NVMe fail in the second step with prefetch", fix, value="0")
 
 
 # -- sizes and communication

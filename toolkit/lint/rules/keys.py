@@ -65,9 +65,9 @@ PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")
-# Blocks of accelerate's YAML whose keys are options of `accelerate launch`, and how these begin.
-OPTION_BLOCKS = {"fp8_config": "fp8_", "dynamo_config": "dynamo_", "megatron_lm_config": "megatron_lm_"}
-NO_EFFECT = "in {} has no effect: accelerate ignores it silently"
+# How the keys of blocks of accelerate's YAML begin, where the block's own name need not be said.
+PREFIXED_BLOCKS = ("fsdp_config", "fp8_config", "dynamo_config", "megatron_lm_config")
+PREFIXES = {block: block.removesuffix("config") for block in PREFIXED_BLOCKS}
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
@@ -184,17 +184,14 @@ def unknown_key(doc: Document) -> Iterator[Match]:
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
 def unknown_nested_key(doc: Document) -> Iterator[Match]:
     """accelerate silently ignores an unknown key inside a block: the default applies."""
-    for block, known in ACCELERATE_BLOCKS.items():
+    options = [each.replace("-", "_") for each in launcher_tables()["options"]["accelerate"]]
+    for block in {**ACCELERATE_BLOCKS, **PREFIXES}:
+        prefix = PREFIXES.get(block, "")
+        known: Collection[str] = ACCELERATE_BLOCKS.get(block) or {each for each in options if each.startswith(prefix)}
         for name in doc.block(block):
-            prefixed = name if block != "fsdp_config" or name.startswith("fsdp") else f"fsdp_{name}"
-            if name not in known and prefixed not in known and name not in ACCELERATE_BLOCKS[""]:  # copied, as it is
-                yield _unknown(doc, block, name, known, NO_EFFECT.format(block))
-    for block, prefix in OPTION_BLOCKS.items():
-        options = [each.replace("-", "_") for each in launcher_tables()["options"]["accelerate"]]
-        known = {each for each in options if each.startswith(prefix)}
-        for name in doc.block(block):
-            if not {name, f"{prefix}{name}"} & {*known, *ACCELERATE_BLOCKS[""]}:
-                yield _unknown(doc, block, name, known, NO_EFFECT.format(block))
+            full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
+            if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
+                yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")

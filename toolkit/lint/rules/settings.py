@@ -154,6 +154,14 @@ def uses_fsdp(doc: Document) -> bool:
     return bool(doc.get("fsdp")) and as_bool(doc.get("fsdp")) is not False
 
 
+def is_run_by_fsdp(doc: Document) -> bool:
+    """Return True where the arguments, the launcher's options, or the YAML that they name, say FSDP."""
+    options = doc.start.options if doc.start else {}
+    named = doc.launch_config.get("distributed_type") if doc.launch_config else None
+    guessed = "FSDP" if named is None and "fsdp" in (options.get("config-file") or "").lower() else named
+    return uses_fsdp(doc) or "use-fsdp" in options or guessed == "FSDP"
+
+
 def is_trl(doc: Document) -> bool:
     """Return True for arguments that TRL may read: LLaMA-Factory and ms-swift have some of the same names."""
     return doc.has("model_name_or_path") and doc.program in ("trl", "transformers", None)

@@ -55,10 +55,8 @@ def lost_line(doc: Document) -> Iterator[Match]:
                 continue
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
-            fix, is_windows = (
-                "end the line before with a backslash, and nothing behind it",
-                script.text[:start].endswith("\\\r\n"),
-            )
+            is_windows = script.text[:start].endswith("\\\r\n")
+            fix = "end the line before with a backslash, and nothing behind it"
             if is_windows:
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
                 message += f" runs {found[1]} as a command"

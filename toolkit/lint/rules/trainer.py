@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from toolkit.convert.job_script import LauncherCall
 from toolkit.errors import nearest
@@ -14,39 +14,26 @@ from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
-    as_enum,
     as_float,
     as_int,
     converts_text,
-    fsdp_key,
     fsdp_setting,
-    fsdp_version,
     is_grpo,
     is_template,
     keeps_text,
     passes,
     shorten,
-    uses_fsdp,
 )
 from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
 FSDP_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 FSDP2_SINCE = "5.10.0"  # the Trainer's default version of FSDP
-FSDP1_KEYS = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states")
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check", "context_fn", "debug", "early_stop"}
 ACCUMULATION_KWARGS = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
-
-
-def launched_with_fsdp(doc: Document) -> bool:
-    """Return True if the launcher's options, or the YAML that they name, say FSDP."""
-    options = doc.start.options if doc.start else {}
-    named = doc.launch_config.get("distributed_type") if doc.launch_config else None
-    guessed = "FSDP" if named is None and "fsdp" in (options.get("config-file") or "").lower() else named
-    return "use-fsdp" in options or guessed == "FSDP"
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="what the message names", for_every_program=True)
@@ -179,31 +166,30 @@ def number_as_text(doc: Document) -> Iterator[Match]:
             yield Match(name, message, f"`{number}`", value=number, level=level)
 
 
+def _nested_arguments(of_schedule: Iterable[str]) -> dict[str, set[str]]:
+    kwargs = dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), CHECKPOINTING_KWARGS)
+    own = set(trainer_schema().accelerator_config)
+    return {**kwargs, "lr_scheduler_kwargs": set(of_schedule), "accelerator_config": own}
+
+
 @rule(ERROR, TRAINER, library="transformers", fix="a key of the block, as JSON", for_every_program=True)
 def refused_nested_argument(doc: Document) -> Iterator[Match]:
     """The Trainer refuses other keys in its nested arguments. A word that begins with `{` is read as JSON."""
-    schema, schedule = trainer_schema(), str(doc.get("lr_scheduler_type"))
-    known = {
-        "accelerator_config": schema.accelerator_config,
-        "accelerator_config.gradient_accumulation_kwargs": ACCUMULATION_KWARGS,
-        "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
-        "gradient_checkpointing_kwargs": CHECKPOINTING_KWARGS,
-        "lr_scheduler_kwargs": schema.schedules.get(schedule) if not schedule.startswith("constant") else None,
-    }
+    schedule = str(doc.get("lr_scheduler_type"))
+    known = _nested_arguments(() if "constant" in schedule else trainer_schema().schedules.get(schedule) or ())
+    known["accelerator_config.gradient_accumulation_kwargs"] = ACCUMULATION_KWARGS
     if isinstance(doc.get("parallelism_config"), dict | str):
         fix = "`parallelism_config` in accelerate's YAML, or a `ParallelismConfig` in the script"
         yield Match("parallelism_config", "no file and no command can say it: the Trainer takes an object", fix)
     for name, keys in known.items():
         values = doc.get(name)
-        if isinstance(values, str) and values.startswith("{") and not is_template(values):
+        is_path = name == "accelerator_config" and str(values)[:1] != "{"
+        if isinstance(values, str) and values and not (is_path or is_template(values)):
             try:
                 values = json.loads(values)
             except ValueError:
-                fix = "double quotes around its words, `true` and `false`, in single ones of the shell"
+                fix = "`{...}` with double quotes around its words, in single ones of the shell"
                 yield Match(name, f"{shorten(values)} is no JSON, and is refused", fix)
-        if isinstance(values, str) and values[:1] not in ("", "{") and name != "accelerator_config":
-            message = f"{shorten(values)} is text, and the Trainer takes keys and values: it raises"
-            yield Match(name, message, "JSON: `{...}`, or the block in a YAML")
         for key in values if isinstance(values, dict) and keys else ():
             if key not in keys:
                 close, place = nearest(str(key)[:100], keys), name if doc.call else f"{name}.{key}"
@@ -215,50 +201,13 @@ def refused_nested_argument(doc: Document) -> Iterator[Match]:
 def not_indented(doc: Document) -> Iterator[Match]:
     """A block is empty, and its keys follow at the same indentation: they are arguments that nothing has."""
     schema = trainer_schema()
-    inner = {
-        "activation_checkpointing_kwargs": CHECKPOINTING_KWARGS,
-        "gradient_checkpointing_kwargs": CHECKPOINTING_KWARGS,
-        "lr_scheduler_kwargs": {key for keys in schema.schedules.values() for key in keys or ()},
-        "accelerator_config": set(schema.accelerator_config),
-        "fsdp_config": {name for key in TRAINER_FSDP_KEYS for name in (key, f"fsdp_{key}")},
-    }
+    inner = _nested_arguments(key for keys in schema.schedules.values() for key in keys or ())
+    inner["fsdp_config"] = {name for key in TRAINER_FSDP_KEYS for name in (key, f"fsdp_{key}")}
     for name, keys in inner.items():
         line = doc.line(name) if doc.has(name) and doc.get(name) is None else None
         for key in keys & doc.data.keys() if line is not None else ():
             if key not in schema.fields and (doc.line(key) or 0) > (line or 0):
                 yield Match(key, f"stands beside {name}, which is empty", f"indent it under {name}")
-
-
-@rule(WARNING, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="nothing")
-def fsdp1_key_of_trainer(doc: Document) -> Iterator[Match]:
-    """The Trainer's `fsdp_config` reads this key with `version: 1` only; the default is FSDP2."""
-    if uses_fsdp(doc) and as_int(fsdp_setting(doc, "version", 2)) == 2 and not as_bool(fsdp_setting(doc, "xla")):
-        for name in (*FSDP1_KEYS, "limit_all_gathers"):
-            if fsdp_setting(doc, name) is not None:
-                message = f"{name} belongs to FSDP1, and has no effect in version 2"
-                yield Match(fsdp_key(doc, name), message, "remove it", remove=True)
-
-
-@rule(
-    WARNING,
-    TRAINER,
-    name="4bit-not-sharded",
-    library="accelerate",
-    fix="bnb_4bit_quant_storage: bfloat16",
-    for_every_program=True,
-)
-def four_bit_not_sharded(doc: Document) -> Iterator[Match]:
-    """bitsandbytes stores 4-bit weights as uint8, and accelerate leaves those out of FSDP2's sharding: every GPU holds
-    the whole model.
-    """
-    is_swifts = doc.program == "ms-swift" and as_int(doc.get("quant_bits")) == 4 and doc.get("quant_method") == "bnb"
-    is_whole = doc.is_complete and "FLOAT" not in as_enum(doc.get("bnb_4bit_quant_storage"))
-    for key, is_4bit in {"load_in_4bit": as_bool(doc.get("load_in_4bit")), "quant_bits": is_swifts}.items():
-        if is_4bit and is_whole and (uses_fsdp(doc) or launched_with_fsdp(doc)):
-            is_fsdp1 = doc.launch_config is not None and fsdp_version(doc.launch_config) == 1
-            what = "refused by FSDP1" if is_fsdp1 else "not sharded: every GPU holds all of them"
-            message = f"4-bit weights stored as uint8 are {what}"
-            yield Match(key, message, "`bnb_4bit_quant_storage: bfloat16`, the dtype of the computation")
 
 
 @rule(NOTE, TRAINER, library="transformers", removed_in=FSDP2_SINCE, fix="fsdp: true, and the rest in fsdp_config")
