@@ -225,7 +225,7 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("batch-arithmetic", "cat > ds.json <<END\n{\"zero_optimization\": {},\n\"gradient_accumulation_steps\": 0}\nEND\n"
      "deepspeed train.py --deepspeed ds.json\n", "deepspeed train.py --deepspeed ds.json\n", 3, "run.sh"),
     ("jit-checkpoint", "max_steps: 2\nenable_jit_checkpoint: true\n", "max_steps: 2\n", 2, "mine.yaml"),
-    ("jit-checkpoint", changed(GOOD, "train.py", "train.py --enable_jit_checkpoint"), GOOD, 8, JOB),
+    ("jit-checkpoint", changed(GOOD, "train.py", "train.py --bf16 --do_train --enable_jit_checkpoint"), GOOD, 10, JOB),
     ("head-is-localhost", "distributed_type: MULTI_GPU\nnum_machines: 2\nmain_process_ip: 0\n",
      "distributed_type: MULTI_GPU\nnum_machines: 1\nmain_process_ip: 0\n", 3, "mine.yaml"),
     ("head-is-localhost", "torchrun --nnodes 2 --node-rank 1 --master-addr localhost train.py\n",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from toolkit.convert.job_script import LauncherCall
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
-from toolkit.lint.document import OUR_PROGRAMS, SCRIPTS, TRAINER, Document
+from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -224,23 +224,3 @@ def fsdp_as_words(doc: Document) -> Iterator[Match]:
             yield Match("fsdp", f"{shorten(value)} runs FULL_SHARD in version 1", fix, level=WARNING)
         else:
             yield Match("fsdp", f"{shorten(value)} is the deprecated form", fix)
-
-
-@rule(
-    WARNING,
-    TRAINER,
-    *SCRIPTS,
-    library="transformers",
-    fix="nothing: the toolkit's ranks agree on the step after which they save; or save regularly",
-)
-def jit_checkpoint(doc: Document) -> Iterator[Match]:
-    """`enable_jit_checkpoint` saves on SIGTERM, and each rank decides alone: ranks that get it in different steps wait
-    forever. An incomplete checkpoint is resumed all the same.
-    """
-    key = "enable_jit_checkpoint"
-    if as_bool(doc.get(key)) and processes_of(doc) != 1:
-        yield Match(key, "each rank saves after the step in which its own signal came", f"remove {key}")
-    for call in doc.script.launches if not doc.parts else ():
-        if key in call.arguments and as_bool(call.arguments[key][0]) is not False and processes_of_call(call) != 1:
-            message = "each rank saves after the step in which its own signal came"
-            yield Match(f"--{key}", message, f"remove --{key}", line=call.line)
