@@ -40,6 +40,7 @@ PROGRAM_CASES = [
      f"{AXOLOTL}adapter: lora\npeft_layers_pattern: layers\npeft_layers_to_transform: [0]\n", 5, None),
     ("refused-by-peft", f"{FACTORY}lora_rank: 0\n", f"{FACTORY}lora_rank: 8\n", 5, None),
     ("refused-by-peft", f"{SWIFT}lora_dropout: 5\n", f"{SWIFT}lora_dropout: 0.05\n", 5, None),
+    ("refused-by-axolotl", f"{AXOLOTL}rl: dpo_pair\n", f"{AXOLOTL}rl: ipo\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}datasets: {{path: a, type: alpaca}}\ngradient_accumulation_steps: 1\n",
      f"{AXOLOTL}datasets: [{{path: a, type: alpaca}}]\ngradient_accumulation_steps: 1\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}context_parallel_size: 2\n",

@@ -125,6 +125,8 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         whole = as_int(value)
         return as_enum(value if whole is None else whole) in map(str, wanted)
     word, _, other = str(wanted).partition(" ")
+    if word == "not":
+        return isinstance(value, str) and value not in ("", "None", *other.split()) and not settings.is_template(value)
     if word == "rest":
         whole, divisor = as_int(value), _product(doc, *other.split())
         return bool(whole and divisor and whole % divisor)
