@@ -124,7 +124,7 @@ def test_what_is_certain_is_written(text: str, old: str, new: str, tmp_path: Pat
 def test_a_value_that_its_reader_does_not_take_is_found(
     text: str, key: str, level: str, part: str, tmp_path: Path
 ) -> None:
-    (tmp_path / ".git").mkdir()
+    (tmp_path / "requirements.txt").write_text("transformers>=5\n")
     path = tmp_path / ("a.json" if text.startswith("{") else "a.yaml")
     path.write_text(text)
     assert (level, True) in [

@@ -90,7 +90,7 @@ def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[st
         (f"{AXOLOTL}datasets: []\nrelora_warmup_steps: 10\n", "axolotl==0.10.1", "axolotl==0.18.0"),
         (f"{FACTORY}ray_run_name: x\n", "llamafactory==0.9.3", "llamafactory==0.9.5"),
         (OLD_SWIFT, "ms-swift==4.0.4", "ms-swift==4.2.0"),
-        (f"{TRL}torch_dtype: auto\n", "transformers==4.55.0", "transformers==4.57.0"),  # which that TRL needs
+        (f"{TRL}torch_dtype: auto\n", "trl>=0.27\ntransformers==4.55.0", "trl>=0.27\ntransformers==4.57.0"),
     ],
 )
 def test_a_setting_is_unknown_from_the_version_that_dropped_it(file: str, old: str, new: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tas
 PYTHON = "python"
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
 _LAUNCHERS = {
-    "torchrun": re.compile(r"\btorchrun\b(?!\.)|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
+    "torchrun": re.compile(r"\btorchrun(?![\w.-])|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
     "accelerate": re.compile(
         r"\baccelerate[ \t]+launch\b|\baccelerate-launch\b|-m[ \t]+accelerate\.commands\.launch\b"
     ),

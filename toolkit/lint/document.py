@@ -55,6 +55,7 @@ from toolkit.lint.named_files import (
     occurs,
     pinned_below,
     project_files,
+    project_root,
     project_source,
     reader_in,
     source_of,
@@ -80,6 +81,7 @@ PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.
 READS = r"[\w\])]\[\s*[\"']NAME[\"']\s*\]|\((?:\w+,)?\s*[\"']NAME[\"']\s*[),]|[\"']NAME[\"'] (?:not )?in\b"
 READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
+TAKEN = r"(?:\.get\(|\[)[\"']{}[\"']"
 
 _ABSENT = object()
 
@@ -209,8 +211,11 @@ class Document:
     def is_guessed(self) -> bool:
         """Return True for a file that nothing names, with many keys that its library does not have, or of a program
         that nothing else in a project of its own code names."""
-        if self.program in PROGRAM_NAMES and self.kind == TRAINER and self.has_code and not self.is_of(self.program):
-            return True
+        if self.program in PROGRAM_NAMES and self.kind == TRAINER and self.has_code:
+            keys = self.data.keys() & program_schema(self.program).decisive if self.call is None else ()
+            taken = [key for key in keys if occurs(re.compile(TAKEN.format(re.escape(key))), self.reader_source)]
+            if len(taken) > 1 or not self.is_of(self.program):
+                return True  # a script takes them out of the file, by their names
         is_axolotls = self.kind == AXOLOTL and not self.is_of("axolotl")
         known = program_schema("axolotl").known if is_axolotls else KNOWN_KEYS.get(self.kind or "", self.data)
         unknown = [key for key in self.data if key not in known and key[:1] != "_"]
@@ -231,8 +236,9 @@ class Document:
         return bool(self.source or project_files(self.folder))
 
     def may_be_older(self, library: str, version: str) -> bool:
-        """Return True for a setting of a project's own code that does not ask for this version of a library."""
-        return self.has_code and not asks_from(self.folder, library, version)
+        """Return True for a setting in a project, or of a script, that does not ask for this version of a library."""
+        is_alone = project_root(self.folder) is None and not self.has_code
+        return not (is_alone or asks_from(self.folder, library, version))
 
     @property
     def has_trl_parser(self) -> bool:

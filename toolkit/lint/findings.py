@@ -35,7 +35,7 @@ OLDEST_VERSIONS = {
 
 # Versions that a project which asks for none may not have yet: what began there is said with its version.
 RECENT_VERSIONS = {
-    **{"transformers": "4.51.0", "trl": "0.20.0", "llamafactory": "0.9.4", "axolotl": "0.16.0", "ms-swift": "4.0.0"},
+    **{"transformers": "4.51.0", "trl": "0.16.0", "llamafactory": "0.9.4", "axolotl": "0.10.0", "ms-swift": "4.0.0"},
     "deepspeed": "0.17.0",
 }
 

@@ -73,6 +73,7 @@ _FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
+_COPIED = (".gitignore", "LICENSE")  # of a project without its history
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
 
@@ -105,9 +106,17 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=64)
 def project_files(folder: Path) -> tuple[Path, ...]:
     """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
-    root = next((each for each in _around(folder) if any((each / mark).exists() for mark in _MARKS)), None)
-    # No file of a user is read by this toolkit's own modules.
-    return () if root is None or root == Path(__file__).parents[2] else _python_files(root)
+    root = project_root(folder)
+    return () if root is None else _python_files(root)
+
+
+@functools.lru_cache(maxsize=64)
+def project_root(folder: Path) -> Path | None:
+    """Return the nearest folder with the marks of a project, or without one what may be a copy of it; None for a file
+    that stands alone. No file of a user is read by this toolkit's own modules."""
+    places = ((each, marks) for marks in (_MARKS, _COPIED) for each in _around(folder))
+    root = next((each for each, marks in places if any((each / mark).exists() for mark in marks)), None)
+    return None if root == Path(__file__).parents[2] else root
 
 
 @functools.lru_cache(maxsize=16)
@@ -254,6 +263,7 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
     caches = (
+        project_root,
         project_files,
         _python_files,
         project_source,

@@ -70,6 +70,7 @@ PREFIXED_BLOCKS = ("fsdp_config", "fp8_config", "dynamo_config", "megatron_lm_co
 PREFIXES = {block: block.removesuffix("config") for block in PREFIXED_BLOCKS}
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
+IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, which took it for the other name before
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
@@ -191,7 +192,10 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
         for name in doc.block(block):
             full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
-                yield _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
+                found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
+                since = IGNORED_SINCE.get(name)
+                is_open = since is not None and doc.may_be_older("accelerate", since)
+                yield replace(found, since=since, level=WARNING if is_open else found.level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -270,6 +274,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 continue
             if is_omegaconfs and re.fullmatch(r"\d+[eE]\d+", str(value)):
                 continue  # a number to its loader
+            if isinstance(value, str) and re.fullmatch("[A-Z]+(?:_[A-Z]+)+", value):
+                continue  # what a job replaces: `CONFIG_HOST_NUM`
             if value is None and key in NULL_IS_ABSENT:
                 continue
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))

@@ -56,7 +56,9 @@ def lost_line(doc: Document) -> Iterator[Match]:
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
             is_windows = script.text[:start].endswith("\\\r\n")
+            is_behind_comment = script.text[:start].rstrip("\n").rpartition("\n")[2].lstrip().startswith("#")
             fix = "end the line before with a backslash, and nothing behind it"
+            fix = "no comment between the lines: it ends the command" if is_behind_comment else fix
             if is_windows:
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
                 message += f" runs {found[1]} as a command"
