@@ -1432,3 +1432,19 @@ def test_a_script_that_is_named_after_a_launcher_is_none() -> None:
 def test_a_comment_between_continued_lines_is_what_ends_a_command(tmp_path: Path) -> None:
     (finding,) = lint(tmp_path, a__sh="torchrun x.py \\\n    --seed 1 \\\n#    --bf16 \\\n    --fp16 true\n")
     assert (finding.rule, "no comment between" in finding.fix) == ("lost-line", True)
+
+
+def test_a_fix_for_an_older_version_says_from_which_one_on_it_is_right(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("transformers==4.49.0\n")
+    fixes = {each.key: each.fix for each in lint(tmp_path, a__yaml=f"{TRL}warmup_ratio: 0.1\n")}
+    assert fixes["warmup_ratio"].startswith("from transformers 5.15.0 on: `warmup_steps: 0.1`")
+
+
+def test_a_deepspeed_json_with_a_key_of_accelerate_is_deepspeeds() -> None:
+    assert detect_kind({"zero_optimization": {"stage": 2}, "distributed_type": "DEEPSPEED"}) == "deepspeed"
+
+
+def test_a_setting_that_axolotl_dropped_and_that_is_off_changes_nothing(tmp_path: Path) -> None:
+    text = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: []\nflash_attn_fuse_qkv: "
+    for value, level in (("true", "error"), ("false", "note")):
+        assert levels(lint(tmp_path, a__yaml=f"{text}{value}\n"))["flash_attn_fuse_qkv"] == level

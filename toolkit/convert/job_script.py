@@ -35,7 +35,7 @@ _LAUNCHERS = {
     "accelerate": re.compile(
         r"\baccelerate[ \t]+launch\b|\baccelerate-launch\b|-m[ \t]+accelerate\.commands\.launch\b"
     ),
-    "deepspeed": re.compile(r"(?<![\w./-])deepspeed(?=[ \t]+(?:-|\\|\"?\$|\S+\.py))"),
+    "deepspeed": re.compile(r"(?:(?<=/bin/)|(?<![\w./-]))deepspeed(?=[ \t]+(?:-|\\|\"?\$|\S+\.py))"),
     "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
     "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
     "llamafactory-cli": re.compile(

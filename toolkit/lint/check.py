@@ -190,6 +190,8 @@ def _message(document: Document, rule: LintRule, match: Match) -> str:
 def _fix(document: Document, rule: LintRule, match: Match) -> str:
     if since := _since_unknown(document, rule, match):
         return f"if you run {rule.library} {since} or newer: {match.fix}"
+    if (since := _since(rule, match)) and _pin(document, rule, match):
+        return f"from {rule.library} {since} on: {match.fix}"
     return match.fix
 
 

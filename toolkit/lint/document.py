@@ -653,8 +653,8 @@ SHARED_KEYS = {
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
 # Keys that only one library has, each enough to decide.
 DECISIVE_KEYS = {
-    ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
     DEEPSPEED: {"zero_optimization"},
+    ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
 }
 
 KNOWN_KEYS: dict[str, Set[str]] = {

@@ -59,6 +59,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
+        if program == "axolotl" and not doc.get(key):
+            level = NOTE  # dropped, and off or empty anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
         if of_own_script and level is None:
