@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.engines.engine import EngineSettings
-from toolkit.engines.planned import EngineBuffers, ModelStates
+from toolkit.engines.planned import ModelStates
 from toolkit.engines.zero import optimizer_elements
 from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.plan.planned_job import PlannedJob
@@ -64,11 +64,6 @@ def overhead_bytes(
 def driver_bytes(engine: EngineSettings) -> int:
     """Return what is in use beside torch's allocator: CUDA's context and NCCL's communicators."""
     return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES
-
-
-def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
-    """Return the buffers of one rank."""
-    return engine.traits.buffers(engine, weights, states, job)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
