@@ -321,10 +321,8 @@ def _sub_groups(settings: EngineSettings, weights: JobWeights) -> Iterator[int]:
     """Elements of one rank's sub-groups: each ends with the tensor that fills it (`_create_fp16_sub_groups`)."""
     held = 0
     for tensor, count in weights.trained:
-        share, left = partition_share(tensor.num_elements, ranks=settings.world_size), count
-        while left:
-            taken = min(left, max(1, -(-(settings.sub_group - held) // share)))
-            held, left = held + taken * share, left - taken
+        for _ in range(count):
+            held += partition_share(tensor.num_elements, ranks=settings.world_size)
             if held >= settings.sub_group:
                 yield held
                 held = 0
