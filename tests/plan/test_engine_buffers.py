@@ -82,20 +82,20 @@ def test_a_background_save_copies_trained_weights_and_optimizer_states(job: dict
     assert staged - without == 12 * copied
 
 
-def test_zero3_locks_gradients_by_sub_group_and_each_partition_of_a_tensor_but_no_master_weights() -> None:
-    """What deepspeed 0.19.8 gave to `pin_memory` on one of four CPU ranks is in these groups."""
-    engine = engine_settings(load_preset("zero3_cpu_offload"), world_size=8, hidden_size=4096)
+def test_page_locked_blocks_are_shards_of_tensors_gradients_of_sub_groups_and_flat_buffers() -> None:
+    """Under ZeRO-3 as deepspeed 0.19.8 gave them to `pin_memory` on one of four CPU ranks; no master weights."""
     weights, share = job_weights(llama_8b()), LLAMA_8B_PARAMS // 8
 
-    def blocks(**changed: Any) -> list[int]:
-        settings = replace(engine, **changed)
-        return list(engine.traits.offloaded_blocks(settings, weights, model_states(settings, weights)))
+    def blocks(preset: str = "zero3_cpu_offload", **changed: Any) -> list[int]:
+        engine = replace(engine_settings(load_preset(preset), world_size=8, hidden_size=4096), **changed)
+        return list(engine.traits.offloaded_blocks(engine, weights, model_states(engine, weights)))
 
     layer = 2 * 2**22 + 2 * 2**20 + 3 * 2**24 + 2 * 1024  # query and output, key and value, MLP, norms
-    partitions = 32 * layer + 2 * 2**27 + 1024
-    assert blocks() == [4 * share, 2**32, 2**31, 2**31, partitions]
+    shards = 32 * layer + 2 * 2**27 + 1024
+    assert blocks() == [4 * share, 2**32, 2**31, 2**31, shards]
     assert blocks(sub_group=300_000_000)[1:-3] == [2**31, 2**31, 2**31, 2**28]  # the last has the head alone
     assert sum(blocks(sub_group=300_000_000, pins_memory=False)) == 12 * share
+    assert blocks("fsdp2_cpu_offload") == [2 * shards, 0]  # in fp32
 
 
 def planned_on_cpu(name: str, shape: ModelShape) -> dict[str, int]:

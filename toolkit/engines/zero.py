@@ -278,28 +278,25 @@ class Zero(Engine):
         elements, master, element = optimizer_elements(settings, states), settings.master_bytes, settings.element_bytes
         shards, in_host = settings.shards_parameters, settings.offload_optimizer == "cpu"
 
-        def rounded(size: int) -> int:  # to a power of two if the memory is page-locked
-            return 1 << (size - 1).bit_length() if settings.pins_memory and size else size
-
         def partition(tensor: Tensor) -> int:
-            return rounded(element * partition_share(tensor.num_elements, ranks=settings.world_size))
+            return settings.host_block(element * partition_share(tensor.num_elements, ranks=settings.world_size))
 
         if in_host:
-            yield master * elements if shards else rounded(master * elements)  # master weights
+            yield master * elements if shards else settings.host_block(master * elements)  # master weights
         groups = _sub_groups(settings, weights) if in_host and shards else [elements]
-        yield from (rounded(master * group) for group in groups)  # gradients as the optimizer reads them
+        yield from (settings.host_block(master * group) for group in groups)  # gradients as the optimizer reads them
         # Updated parameters on their way back to the GPU, or ZeRO-3's partition of the gradients.
-        yield rounded(element * elements)
+        yield settings.host_block(element * elements)
         if not shards:
-            yield rounded(element * weights.largest_trained)
+            yield settings.host_block(element * weights.largest_trained)
         elif settings.offload_param == "cpu":
-            yield rounded(element * elements)
+            yield settings.host_block(element * elements)
             yield total(weights.frozen, partition) + (total(weights.trained, partition) if settings.pins_memory else 0)
         if settings.offload_optimizer == "nvme":
             # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
             yield 4 * master * min(elements, settings.sub_group)
 
-    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> int:
         """Return Adam's states, which DeepSpeed too creates in the first step (`initialize_optimizer_states`)."""
         return ADAM_STATES * settings.state_bytes * optimizer_elements(settings, states)
 

@@ -96,7 +96,7 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
         on_disk += states.optimizer_bytes + FP32_BYTES * optimizer_elements(engine, states)
     if engine.offload_param == "nvme":
         on_disk += states.parameter_bytes - states.persistent_bytes
-    created = engine.traits.created_on_host(engine, states) if engine.offload_optimizer == "cpu" else 0
+    created = engine.traits.created_on_host(engine, weights, states) if engine.offload_optimizer == "cpu" else 0
     staged = _staged(engine, weights, states, ranks) if job.async_save else 0
     return HostMemory(
         loading_bytes=processes + _loading(engine, weights, ranks) + (offloaded if engine.shards_parameters else 0),
