@@ -15,7 +15,7 @@ from toolkit.engines.planned import EngineBuffers
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
-from toolkit.plan.engine_buffers import PROCESS_BYTES, HostMemory, engine_buffers
+from toolkit.plan.engine_buffers import PROCESS_BYTES, HostMemory
 from toolkit.plan.memory import plan_engine_memory, plan_memory
 from toolkit.plan.methods import Method
 from toolkit.plan.planned_job import PlannedJob
@@ -31,7 +31,7 @@ def test_auto_in_a_deepspeed_file_is_resolved_from_the_hidden_size() -> None:
 
 def buffers(preset: str, ranks: int, **job: Any) -> EngineBuffers:
     engine, weights = engine_settings(load_preset(preset), world_size=ranks, hidden_size=4096), job_weights(llama_8b())
-    return engine_buffers(engine, weights, model_states(engine, weights), PlannedJob(**job))
+    return engine.traits.buffers(engine, weights, model_states(engine, weights), PlannedJob(**job))
 
 
 def test_ddps_buckets_are_a_second_copy_of_gradients_that_are_no_views_of_them_or_that_wait() -> None:
@@ -80,6 +80,22 @@ def test_host_memory_is_that_of_one_node() -> None:
 def test_a_background_save_copies_trained_weights_and_optimizer_states(job: dict[str, Any], copied: int) -> None:
     without, staged = (host("fsdp2", 8, async_save=on, **job).training_bytes for on in (False, True))
     assert staged - without == 12 * copied
+
+
+def test_page_locked_blocks_are_shards_of_tensors_gradients_of_sub_groups_and_flat_buffers() -> None:
+    """Under ZeRO-3 as deepspeed 0.19.8 gave them to `pin_memory` on one of four CPU ranks; no master weights."""
+    weights, share = job_weights(llama_8b()), LLAMA_8B_PARAMS // 8
+
+    def blocks(preset: str = "zero3_cpu_offload", **changed: Any) -> list[int]:
+        engine = replace(engine_settings(load_preset(preset), world_size=8, hidden_size=4096), **changed)
+        return list(engine.traits.offloaded_blocks(engine, weights, model_states(engine, weights)))
+
+    layer = 2 * 2**22 + 2 * 2**20 + 3 * 2**24 + 2 * 1024  # query and output, key and value, MLP, norms
+    shards = 32 * layer + 2 * 2**27 + 1024
+    assert blocks() == [4 * share, 2**32, 2**31, 2**31, shards]
+    assert blocks(sub_group=300_000_000)[1:-3] == [2**31, 2**31, 2**31, 2**28]  # the last has the head alone
+    assert sum(blocks(sub_group=300_000_000, pins_memory=False)) == 12 * share
+    assert blocks("fsdp2_cpu_offload") == [2 * shards, 0]  # in fp32
 
 
 def planned_on_cpu(name: str, shape: ModelShape) -> dict[str, int]:

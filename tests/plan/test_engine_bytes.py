@@ -20,7 +20,6 @@ from toolkit.engines.zero import BF16_MASTERS, BF16_STATES
 from toolkit.models.job_weights import job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, is_low_rank
 from toolkit.models.read_model import read_model
-from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
@@ -113,7 +112,7 @@ def test_zero_3_prefetches_as_many_parameters_as_may_be_live(tmp_path: Path) -> 
     for case, real in zip(cases, map(json.loads, lines), strict=True):
         engine = engine_settings(load_preset(case["preset"]), world_size=2, hidden_size=64)
         weights = job_weights(read_model(str(path)), case["lora_r"])
-        buffers = engine_buffers(engine, weights, model_states(engine, weights), PlannedJob())
+        buffers = engine.traits.buffers(engine, weights, model_states(engine, weights), PlannedJob())
         at_end = buffers.forward_bytes // engine.element_bytes
         highest = at_end + buffers.midway_bytes // engine.element_bytes
         assert 0 <= at_end - real["end_of_forward"] <= weights.largest_in_layer, (case, real, at_end)

@@ -17,7 +17,6 @@ from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import job_weights
-from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.phases import PhaseMemory
@@ -88,7 +87,7 @@ def test_zeros_step_has_the_copy_that_torchs_foreach_kernels_make(optim: str, co
     def step_bytes(preset: str) -> int:
         engine, weights = engine_settings(load_preset(preset), world_size=8, hidden_size=4096), job_weights(llama_8b())
         job = PlannedJob(optim=optim)
-        return engine_buffers(engine, weights, model_states(engine, weights, job.optimizer), job).step_bytes
+        return engine.traits.buffers(engine, weights, model_states(engine, weights, job.optimizer), job).step_bytes
 
     # ZeRO-3 keeps its bf16 partition of the gradients; ZeRO-2 has freed the gradients, which the plan counts apart.
     assert step_bytes("zero3") == (8 if copies else 6) * min(LLAMA_8B_PARAMS // 8, 10**9)

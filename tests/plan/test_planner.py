@@ -133,7 +133,7 @@ def test_the_parts_are_of_the_chosen_preset_or_of_those_named(capsys: Capsys) ->
 def test_host_memory_is_assumed_by_the_kind_of_gpu_and_is_part_of_the_verdict(capsys: Capsys) -> None:
     words = ["plan", LLAMA_8B, "--num-processes", "2", "--gpu", "RTX4090", "--preset", "zero3_cpu_offload"]
     assert "Host memory: 128 GiB per node assumed, 64 per GPU" in (out := run_command(words, capsys)[1])
-    assert "zero3_cpu_offload, 2 GPUs: needs 156.8 GiB of host memory per node, which has 128.0" in out
+    assert "zero3_cpu_offload, 2 GPUs: needs 171.2 GiB of host memory per node, which has 128.0" in out
     assert " fits " in run_command([*words, "--host-memory-gib", "160"], capsys)[1]
 
 

@@ -133,8 +133,8 @@ def test_where_nothing_fits_the_hint_has_what_fits_here_before_more_gpus() -> No
     with pytest.raises(ToolkitError, match="nothing fits on 2 x rtx-4090") as refused:
         recommend(recommend_request(MODEL, options), list_presets())
     ways = [way.rpartition(": ")[2] for way in (refused.value.hint or "").split("; ")]
-    assert ways == ["`--lora-r 16`", "`--lora-r 16 --load-in-4bit`", "`--host-memory-gib 121`", "`--num-processes 8`"]
-    for changes in ({"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}, {"host_memory_gib": 121}):
+    assert ways == ["`--lora-r 16`", "`--lora-r 16 --load-in-4bit`", "`--host-memory-gib 127`", "`--num-processes 8`"]
+    for changes in ({"lora_r": 16}, {"lora_r": 16, "load_in_4bit": True}, {"host_memory_gib": 127}):
         assert recommend(recommend_request(MODEL, replace(options, **changes)), list_presets()).choice.fits
 
 

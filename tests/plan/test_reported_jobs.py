@@ -5,7 +5,8 @@ The half `built` was looked at while the planner was changed; of `kept`, other s
 for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
 and `final`. All of these shaped the planner or its limits. `once` and `unseen` were planned once, after every change;
 then two causes of `once` were planned, and two margins were chosen on all groups. `after` was planned once after that.
-Then the shares of a GPU were chosen, on all of these, and `since` was planned once. GB are read as GiB.
+Then the shares of a GPU were chosen, on all of these, and `since` was planned once; so were the peaks of `offload`,
+whose commands were written before. GB are read as GiB.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -147,12 +148,25 @@ def test_reported_speeds_lie_inside_the_interval() -> None:
     assert (sum(map(bool, inside)), len(inside)) == (6, 6)
 
 
+def of_reported(row: dict[str, str], plan: Plan) -> float:
+    """Return the share of a reported peak that is planned."""
+    less = {"smi": 0, "reserved": driver_bytes(plan.setup.engine), "allocated": plan.memory.overhead_bytes}[row["kind"]]
+    return (plan.memory.planned_peak_bytes - less) / GIB / float(row["reported"])
+
+
+def test_the_margin_says_how_much_more_public_jobs_with_offload_need() -> None:
+    peaks = [(row, plan) for row, plan in reported() if row["kind"] != "verdict" and group(plan) == "with offload"]
+    more = [1 / of_reported(row, plan) for row, plan in peaks]
+    median, largest = f"{statistics.median(more):.1f}", f"{max(more):.1f}"
+    said = f"{len(more)} public peaks were {median} times their plans at the median, up to {largest}"
+    assert {plan.memory.margin.reason.partition(" with offload: ")[2] for _, plan in peaks} == {said}
+
+
 def test_reported_peaks() -> None:
     errors: dict[str, list[float]] = {}
     for row, plan in reported():
         if row["kind"] in ("smi", "reserved"):
-            less = driver_bytes(plan.setup.engine) if row["kind"] == "reserved" else 0
-            error = (plan.memory.planned_peak_bytes - less) / GIB / float(row["reported"]) - 1
+            error = of_reported(row, plan) - 1
             print(f"{row['id']:15} {row['half']:6} {row['facts']:7} {error:+.1%} {plan.verdict}")
             errors.setdefault(row["facts"], []).append(abs(error))
     assert statistics.median(errors["enough"]) < 0.1

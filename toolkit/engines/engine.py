@@ -227,7 +227,7 @@ class Engine:
         """Yield the blocks of host memory that one rank allocates when its engine is built."""
         yield from ()
 
-    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> int:
         """Return what one rank allocates there in its first step, with its optimizer offloaded."""
         return 0
 
@@ -270,6 +270,10 @@ class EngineSettings:
     pins_memory: bool = True  # true if offloaded tensors are in page-locked memory
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     sharded_at_load: bool = False  # transformers shards the model while it loads it, and reduces gradients in fp32
+
+    def host_block(self, size: int) -> int:
+        """Return what a block of offloaded tensors takes: torch rounds page-locked ones up to a power of two."""
+        return 1 << (size - 1).bit_length() if self.pins_memory and size else size
 
     def ranks_sharing(self, tensor: Tensor) -> int:
         """Return how many ranks share a tensor, which tensor and expert parallelism have split already.

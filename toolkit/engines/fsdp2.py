@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.engines.engine import PARTS, Engine, EngineSettings, PlannedStep, Sharding, state_bytes
 from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
-from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, rows_share, total
+from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights, TensorCounts, rows_share, total
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec
 from toolkit.models.shape import Layer, Tensor
 from toolkit.parallel.layout import PARALLEL_KEY, ParallelLayout
@@ -137,11 +137,15 @@ class FullyShard(Engine):
         )
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
+        """Yield the shards, each page-locked (torch 2.13, `_fsdp_param.py`, lines 315 and 1045)."""
         if settings.offload_optimizer is not None:
-            yield states.parameter_bytes - states.persistent_bytes
+            in_fp32 = weights.base is not None and weights.base.bits == FP32_BITS
+            yield _on_host(settings, weights.trained, settings.trained_bytes)
+            yield _on_host(settings, weights.frozen, FP32_BYTES if in_fp32 else settings.element_bytes)
 
-    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
-        return states.gradient_bytes + states.optimizer_bytes
+    def created_on_host(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> int:
+        """Return gradients, which are copied into page-locked blocks (`_fsdp_collectives.py`, line 730), and states."""
+        return _on_host(settings, weights.trained, settings.trained_bytes) + states.optimizer_bytes
 
     def loads_once(self, settings: EngineSettings, weights: JobWeights) -> bool:
         """Return True: rank 0 loads and broadcasts one tensor at a time (`fsdp_cpu_ram_efficient_loading`)."""
@@ -278,6 +282,13 @@ def _at_load_group(
     yield sharers("reduce_scatter", gradients, payload, calls)
     between = partial(Collective, group_size=layout.dp_replicate, group="replicas")
     yield between("all_reduce", f"{gradients} between replicas", payload // ranks, calls)
+
+
+def _on_host(settings: EngineSettings, tensors: TensorCounts, element_bytes: int) -> int:
+    def block(tensor: Tensor) -> int:
+        return settings.host_block(element_bytes * rows_share(tensor.shape, ranks=settings.ranks_sharing(tensor)))
+
+    return total(tensors, block)
 
 
 def _padded_rows(units: Iterable[Layer], ranks: int) -> int:

@@ -267,28 +267,36 @@ class Zero(Engine):
         return (_zero3_buffers if settings.shards_parameters else _zero12_buffers)(settings, weights, copies)
 
     def offloaded_blocks(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> Iterator[int]:
-        """Yield master weights, gradients, and what passes between host and GPU; page-locked blocks are rounded."""
+        """Yield master weights, gradients, and what passes between host and GPU; page-locked blocks are rounded.
+
+        ZeRO-3 locks the fp32 gradients of each sub-group, and no master weights (`stage3.py`, lines 1340 and 1158); the
+        partition of each tensor (`partition_parameters.py`, line 1843), whose block torch keeps when the trained ones
+        move to flat buffers, and those (`stage3.py`, line 906).
+        """
         if settings.offload_optimizer is None:
             return
-        elements, master = optimizer_elements(settings, states), settings.master_bytes
+        elements, master, element = optimizer_elements(settings, states), settings.master_bytes, settings.element_bytes
+        shards, in_host = settings.shards_parameters, settings.offload_optimizer == "cpu"
 
-        def rounded(size: int) -> int:  # to a power of two if the memory is page-locked
-            return 1 << (size - 1).bit_length() if settings.pins_memory and size else size
+        def partition(tensor: Tensor) -> int:
+            return settings.host_block(element * partition_share(tensor.num_elements, ranks=settings.world_size))
 
-        if settings.offload_optimizer == "cpu":
-            yield rounded(master * elements)  # master weights
-        yield rounded(master * elements)  # gradients as the optimizer reads them
+        if in_host:
+            yield master * elements if shards else settings.host_block(master * elements)  # master weights
+        groups = _sub_groups(settings, weights) if in_host and shards else [elements]
+        yield from (settings.host_block(master * group) for group in groups)  # gradients as the optimizer reads them
         # Updated parameters on their way back to the GPU, or ZeRO-3's partition of the gradients.
-        yield rounded(settings.element_bytes * elements)
-        if not settings.shards_parameters:
-            yield rounded(settings.element_bytes * weights.largest_trained)
+        yield settings.host_block(element * elements)
+        if not shards:
+            yield settings.host_block(element * weights.largest_trained)
         elif settings.offload_param == "cpu":
-            yield rounded(states.parameter_bytes - states.persistent_bytes)
+            yield settings.host_block(element * elements)
+            yield total(weights.frozen, partition) + (total(weights.trained, partition) if settings.pins_memory else 0)
         if settings.offload_optimizer == "nvme":
             # Buffers that a sub-group is read into (docs/how-to/optimizers.md).
             yield 4 * master * min(elements, settings.sub_group)
 
-    def created_on_host(self, settings: EngineSettings, states: ModelStates) -> int:
+    def created_on_host(self, settings: EngineSettings, weights: JobWeights, states: ModelStates) -> int:
         """Return Adam's states, which DeepSpeed too creates in the first step (`initialize_optimizer_states`)."""
         return ADAM_STATES * settings.state_bytes * optimizer_elements(settings, states)
 
@@ -304,6 +312,19 @@ class Zero(Engine):
 def optimizer_elements(settings: EngineSettings, states: ModelStates) -> int:
     """Return the elements of a rank's optimizer partition."""
     return states.optimizer_bytes // (ADAM_STATES * settings.state_bytes + settings.master_bytes)
+
+
+def _sub_groups(settings: EngineSettings, weights: JobWeights) -> Iterator[int]:
+    """Elements of one rank's sub-groups: each ends with the tensor that fills it (`_create_fp16_sub_groups`)."""
+    held = 0
+    for tensor, count in weights.trained:
+        for _ in range(count):
+            held += partition_share(tensor.num_elements, ranks=settings.world_size)
+            if held >= settings.sub_group:
+                yield held
+                held = 0
+    if held:
+        yield held
 
 
 def _zero12_states(settings: EngineSettings, weights: JobWeights, optimizer: OptimizerSpec) -> ModelStates:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.engines.engine import EngineSettings
-from toolkit.engines.planned import EngineBuffers, ModelStates
+from toolkit.engines.planned import ModelStates
 from toolkit.engines.zero import optimizer_elements
 from toolkit.models.job_weights import FP32_BYTES, JobWeights
 from toolkit.plan.planned_job import PlannedJob
@@ -66,11 +66,6 @@ def driver_bytes(engine: EngineSettings) -> int:
     return CONTEXT_BYTES + engine.num_groups * COMMUNICATOR_BYTES
 
 
-def engine_buffers(engine: EngineSettings, weights: JobWeights, states: ModelStates, job: PlannedJob) -> EngineBuffers:
-    """Return the buffers of one rank."""
-    return engine.traits.buffers(engine, weights, states, job)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
     """Bytes of one node, all its ranks together."""
@@ -101,7 +96,7 @@ def host_memory(engine: EngineSettings, weights: JobWeights, states: ModelStates
         on_disk += states.optimizer_bytes + FP32_BYTES * optimizer_elements(engine, states)
     if engine.offload_param == "nvme":
         on_disk += states.parameter_bytes - states.persistent_bytes
-    created = engine.traits.created_on_host(engine, states) if engine.offload_optimizer == "cpu" else 0
+    created = engine.traits.created_on_host(engine, weights, states) if engine.offload_optimizer == "cpu" else 0
     staged = _staged(engine, weights, states, ranks) if job.async_save else 0
     return HostMemory(
         loading_bytes=processes + _loading(engine, weights, ranks) + (offloaded if engine.shards_parameters else 0),

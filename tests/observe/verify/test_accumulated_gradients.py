@@ -10,7 +10,6 @@ from launching import ROOT, accelerate_launch, losses, read
 
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
-from toolkit.plan.engine_buffers import engine_buffers
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.training_setup import TrainingSetup, model_states
 from toolkit.presets import load_preset
@@ -47,7 +46,7 @@ def test_each_rank_holds_and_sends_the_planned_accumulated_gradients(runs: dict[
         job = TrainingSetup(**how, world_size=2, job=planned_job)
         weights = job_weights(job.shape, None, False)
         states = model_states(job.engine, weights)
-        whole = engine_buffers(job.engine, weights, states, job.job).accumulated_bytes
+        whole = job.engine.traits.buffers(job.engine, weights, states, job.job).accumulated_bytes
         planned[name] = whole or states.gradient_bytes
         for reading in read(folder / "attestation.json")["ranks"]:
             assert reading["accumulate"] == name
