@@ -12,14 +12,13 @@ import pytest
 from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, step, throughputs
 
 from toolkit.errors import ToolkitError
-from toolkit.parallel.pipeline_schedule import SCHEDULES
+from toolkit.parallel.pipeline_schedule import INTERLEAVED, SCHEDULES
 from toolkit.simulate.pipeline_schedules import (
     LETTERS,
     PREDICTED_OVER_MEASURED,
     ChunkTimes,
     PipelineSize,
     check_schedule,
-    chunks_of,
     operation_order,
     simulate,
 )
@@ -30,10 +29,6 @@ SIZES = [(stages, count) for stages in (2, 3, 8) for count in (1, 3, 4, 8, 12, 1
 EQUAL = ChunkTimes(forward_seconds=1.0, backward_seconds=2.0)
 UNEQUAL = ChunkTimes(forward_seconds=3.0, backward_seconds=6.0)
 Operation = tuple[str, int, int]
-
-
-def size_of(schedule: str, stages: int, micro_batches: int, chunks: int = 2) -> PipelineSize:
-    return PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
 
 
 def own_operations(size: PipelineSize, operations: list[int]) -> list[Operation]:
@@ -55,7 +50,7 @@ def test_the_order_is_torchs_and_the_same_sizes_are_refused(schedule: str, chunk
 
     compared = 0
     for stages, count in SIZES:
-        size = size_of(schedule, stages, count, chunks)
+        size = PipelineSize(stages=stages, micro_batches=count, chunks=chunks if schedule == INTERLEAVED else 1)
         try:
             actions = get_schedule_ops(TORCH_NAMES[schedule], stages, count, size.chunks if size.chunks > 1 else None)
         except ValueError:
