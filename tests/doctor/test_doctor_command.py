@@ -18,7 +18,7 @@ import pytest
 from command_line import exit_code, run_command
 from launching import LLAMA_8B_CONFIG, ROOT
 
-from toolkit.doctor.examination import NodeFacts, all_checks, compare_facts, hash_presets
+from toolkit.doctor.examination import CHECKS, NodeFacts, compare_facts, hash_presets
 from toolkit.presets import load_preset
 
 QWEN_72B = str(ROOT / "tests" / "fixtures" / "qwen2.5-72b")
@@ -55,7 +55,7 @@ def measured(found: dict[str, Any], check: str) -> dict[str, Any]:
 def test_this_node_is_measured_by_every_check() -> None:
     here = report()
     assert set(here) == {"findings", "checks", "node_facts"}
-    assert [row["check"] for row in here["checks"]] == [check.name for check in all_checks()]
+    assert [row["check"] for row in here["checks"]] == list(CHECKS)
     assert {type(value) for value in here["node_facts"].values()} <= {str, int, float, type(None)}
     for row in here["findings"]:
         assert set(row) == {"check", "level", "what", "value", "expected", "fix"}
