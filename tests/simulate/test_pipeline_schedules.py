@@ -92,13 +92,6 @@ def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(schedule: str, stag
     assert run.makespan_seconds == pytest.approx(run.step_seconds)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (8, 32, 4)])
-def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, micro_batches: int, chunks: int) -> None:
-    run = step("interleaved_1f1b", stages, micro_batches, EQUAL, chunks=chunks)
-    ideal = run.work_seconds
-    assert (run.step_seconds - ideal) / ideal == pytest.approx((stages - 1) / (chunks * micro_batches))
-
-
 @pytest.mark.parametrize(
     ("schedule", "peaks"),
     [

@@ -11,6 +11,7 @@ import typer
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
+from toolkit.parallel.pipeline_schedule import INTERLEAVED, SCHEDULES
 from toolkit.simulate.options import FailureOptions, PipelineOptions, StragglerOptions
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
 
     Times are those of one micro-batch on one stage: given in milliseconds, planned for a model, or all equal.
     """
-    from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules, pipeline_report
+    from toolkit.simulate.pipeline_comparison import compare_schedules, pipeline_report
 
     comparison = compare_schedules(options)
-    if chunks_without_effect(options):
+    if options.chunks not in (None, 1) and INTERLEAVED not in (options.schedule or SCHEDULES):
         print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
     page = None if options.output_dir is None else pipeline_report(comparison, timeline=False, on_page=True)
     _show(comparison, pipeline_report(comparison, timeline=options.timeline), as_json, options.output_dir, page=page)

@@ -38,13 +38,11 @@ RANGES = {
     "transfer_ms": (0, LONGEST_MS),
     "num_layers": (1, 2**16),
 }
-EQUAL_MS = 1.0
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
 LEGEND = "F forward, B backward, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
 COLORS = dict(zip(LETTERS, ("c0", "c5"), strict=True))  # CSS variables of the page
-KINDS = ("forward", "backward")  # in the order of LETTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +116,7 @@ def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
     refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
     forward_ms, backward_ms = options.forward_ms, options.backward_ms
     if forward_ms is backward_ms is None:
-        forward_ms, backward_ms = EQUAL_MS, 2 * EQUAL_MS
+        forward_ms, backward_ms = 1.0, 2.0
     if forward_ms is None or backward_ms is None:
         missing = "--forward-ms" if forward_ms is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
@@ -156,7 +154,8 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
             pipeline_schedules.check_schedule(schedule, size)
-            _check_layers(num_layers, size)
+            if num_layers is not None:
+                _check_layers(num_layers, size)
         except ToolkitError as error:
             if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
@@ -166,17 +165,12 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     return possible, left_out
 
 
-def chunks_without_effect(options: PipelineOptions) -> bool:
-    """Return True if `--chunks` was given, and no named schedule has several chunks per stage."""
-    return options.chunks not in (None, 1) and INTERLEAVED not in (options.schedule or SCHEDULES)
-
-
-def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
-    if num_layers is not None and num_layers < size.num_chunks:
+def _check_layers(num_layers: int, size: PipelineSize) -> None:
+    if num_layers < size.num_chunks:
         chunks, hint = "" if size.chunks == 1 else f" of {size.chunks} chunks", max(1, num_layers // size.chunks)
         what = f"{num_layers} layers are too few for {size.stages} stages{chunks}"
         raise ToolkitError(what, hint=f"`--stages {hint}` or fewer")
-    if num_layers is not None and size.chunks > 1 and num_layers % size.num_chunks:
+    if size.chunks > 1 and num_layers % size.num_chunks:
         what = f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks"
         raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
 
@@ -188,7 +182,7 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
     sections: list[tuple[str, Table | Chart | str]] = [("", table_of([_row(each) for each in schedules]))]
     if on_page:
         timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
-        colors = list(zip(COLORS.values(), KINDS, strict=True))
+        colors = list(zip(COLORS.values(), ("forward", "backward"), strict=True))
         sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
     for simulated in schedules:
         run = simulated.run
