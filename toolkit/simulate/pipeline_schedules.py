@@ -139,11 +139,9 @@ class PipelineRun:
         That is the time from one step to the next if no stage waits for all others before its optimizer step; with
         such a wait it is `makespan_seconds`.
         """
-        spans = []
-        for operations in self.operations:
-            _, chunk, _ = self.size.decode(operations[0])
-            start = self.end_seconds[operations[0]] - self.times[chunk].forward_seconds
-            spans.append(self.end_seconds[operations[-1]] - start)
+        ends, spans = self.end_seconds, []
+        for operations, first_chunk in zip(self.operations, self.times, strict=False):  # stage 0 has chunk 0
+            spans.append(ends[operations[-1]] - (ends[operations[0]] - first_chunk.forward_seconds))
         return max(spans)
 
     @cached_property
