@@ -169,9 +169,6 @@ def median_interval(seconds: list[float]) -> tuple[float, float] | None:
 
     Between the value with `rank` values below it and the one with as many above: the median is outside with a chance of
     twice that of at most `rank` heads in as many throws as there are values.
-
-    >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
-    (2.0, 8.0)
     """
     count, rank, chance = len(seconds), -1, 0.0
     while (chance := chance + math.comb(count, rank + 1) / 2**count) <= ERROR / 2:
