@@ -27,7 +27,7 @@ from toolkit.cli.program import app_with, program
 from toolkit.compare.comparison_report import ONLY_IN_LEDGER
 from toolkit.compare.results import ComparedJob, ComparisonMethod, Environment, Results
 from toolkit.compare.rows import FlopsPerToken, Row, Run
-from toolkit.doctor.examination import all_checks
+from toolkit.doctor.examination import CHECKS
 from toolkit.job.argument_aliases import ALIASES, Alias
 from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
@@ -212,7 +212,7 @@ def _claim(description: str) -> str:
 
 def doctor_table() -> str:
     """Return the checks of `toolkit doctor`; a name links to the source of the threshold."""
-    return ", ".join(_check_name(check.name, check.source) for check in all_checks())
+    return ", ".join(_check_name(name, check.source) for name, check in CHECKS.items())
 
 
 def _check_name(name: str, source: str) -> str:

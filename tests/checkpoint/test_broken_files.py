@@ -148,13 +148,14 @@ ESCAPING = {"path": "../../secret", "bytes": 1, "sha256": ""}
 MANIFESTS: list[tuple[Change, str]] = [
     (write("manifest.json", b"\xff\x00\xfe"), "not UTF-8"),
     (manifest(files=[ESCAPING]), r"files\[0\]\.path is '\.\./\.\./secret'"),
+    (write("optimizer.pt", b"cut"), "optimizer.pt has 3 bytes, expected"),
     (manifest(fingerprint={"input_ids": [1], "logits": ["x"]}), r"fingerprint\.logits\[0\] is 'x'"),
     (lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")), "named pipe"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), MANIFESTS)
-def test_a_wrong_key_of_a_manifest_is_named(
+def test_a_wrong_key_of_a_manifest_or_a_file_that_it_does_not_describe_is_named(
     change: Change, message: str, plain: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     checkpoint = changed(plain, tmp_path, change, signed=False)

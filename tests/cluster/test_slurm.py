@@ -138,7 +138,10 @@ def measured_run(folder: Path, *saves: dict[str, object], step_seconds: float) -
 
 
 def test_the_signal_leaves_twice_the_measured_save_and_step(sbatch: Write, tmp_path: Path) -> None:
-    saves = [{"kind": "checkpoint", "step": 5, "seconds": 40.0, "bytes": 1}, {"kind": "model", "seconds": 50.0}]
+    saves = [
+        {"kind": "checkpoint", "step": 5, "seconds": 40.0, "bytes": 1},
+        {"kind": "model", "step": 6, "seconds": 50.0},
+    ]
     text = sbatch(*measured_run(tmp_path / "earlier", *saves, step_seconds=3.0))
     # 2 x (50 + 3) + 30 for the ranks, and 30 more for torchrun and srun
     assert "--shutdown-timeout 136" in text
@@ -147,8 +150,8 @@ def test_the_signal_leaves_twice_the_measured_save_and_step(sbatch: Write, tmp_p
 
 def test_the_signal_leaves_an_asynchronous_save_the_write_of_the_one_before(sbatch: Write, tmp_path: Path) -> None:
     """The second save waited 5 s for the first; its `stall_seconds` say nothing of its own write."""
-    first = {"kind": "checkpoint", "seconds": 40.0, "stall_seconds": 3.0, "waited_seconds": 0.0, "write_seconds": 38.0}
-    second = {"kind": "checkpoint", "seconds": 39.0, "stall_seconds": 9.0, "waited_seconds": 5.0, "write_seconds": 37.0}
+    first = {"kind": "checkpoint", "step": 5, "seconds": 40.0, "stall_seconds": 3.0, "write_seconds": 38.0}
+    second = first | {"step": 6, "seconds": 39.0, "stall_seconds": 9.0, "waited_seconds": 5.0, "write_seconds": 37.0}
     earlier = measured_run(tmp_path / "earlier", first, second, step_seconds=1.0)
     # 2 x (40 + 38 + 1) + 30: the whole save, after the writing of the one before
     training = ("--async_save", "true")

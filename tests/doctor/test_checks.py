@@ -189,7 +189,7 @@ def test_a_check_that_cannot_read_the_node_is_skipped_with_the_reason() -> None:
     def unreadable(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/sys/secret")
 
-    broken = NodeCheck(name="broken", source="", examine=unreadable)
+    broken = NodeCheck(source="", examine=unreadable)
     outcome = broken.run(NodeReadings(DoctorOptions()))
     assert (outcome.status, outcome.skipped) == (
         "skipped",

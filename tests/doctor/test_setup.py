@@ -128,14 +128,6 @@ def test_async_io_is_compiled_on_request_where_libaio_is_installed(
     assert capsys.readouterr().err.splitlines()[-1] == f"without NVMe offload: libaio.h is missing; {fix}"
 
 
-def test_the_compiler_searches_the_header(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
-    (tmp_path / "libaio.h").touch()
-    assert ops.has_libaio_header()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not ops.has_libaio_header()
-
-
 # -- packages
 
 

@@ -10,7 +10,7 @@ import torch
 from split_runs import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES, PipelineSettings, divide_layers
+from toolkit.parallel.pipeline_schedule import PIPELINED_TYPES, divide_layers
 from toolkit.train.engine.pipeline_model import Stage, weights_reader
 from toolkit.train.engine.pipeline_trainer import in_one_shape
 
@@ -66,26 +66,6 @@ def test_a_stage_has_its_own_layers_only(tmp_path: Path) -> None:
     held = [sum(parameter.numel() for parameter in stage.parameters()) for stage in (first, middle, last)]
     assert held == [288 * 32 + 2 * layer, 2 * layer, layer + 32 + 288 * 32]
     assert torch.equal(last.tied_copy, first.decoder.model.embed_tokens.weight)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "rank", "in_flight"),
-    [("gpipe", 1, 0, 8), ("1f1b", 1, 0, 4), ("1f1b", 1, 3, 1), ("interleaved_1f1b", 2, 0, 11)],
-)
-def test_micro_batches_in_flight_are_those_that_torch_runs_before_their_backward(
-    schedule: str, chunks: int, rank: int, in_flight: int
-) -> None:
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    names = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
-    ops = get_schedule_ops(names[schedule], 4, 8, num_stages_per_rank=chunks)[rank]
-    held = most = 0
-    for kind in (str(op)[len(str(op.stage_index)) :][0] for op in ops if op is not None):
-        held += 1 if kind == "F" else -1
-        most = max(most, held)
-    assert most == in_flight
-    settings = PipelineSettings(ranks=4, schedule=schedule, chunks=chunks)
-    assert settings.in_flight(rank, 8) == in_flight
 
 
 def test_micro_batches_of_a_step_get_one_shape_without_another_label() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.checkpoint.inspect import BY_SIZE, inspect_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import (
     MANIFEST,
@@ -126,7 +127,9 @@ def test_a_checkpoint_is_complete_before_its_checksums_are_there(tmp_path: Path)
     assert saved is not None
     assert saved.manifest is not None
     assert (saved.problem(deep=True), [entry.sha256 for entry in saved.manifest.files]) == (None, [None])
+    assert inspect_checkpoint(checkpoint).state == BY_SIZE
     add_checksums(checkpoint)
+    assert inspect_checkpoint(checkpoint).state == "complete"
     manifest = read_checkpoint(checkpoint).manifest
     assert manifest is not None
     assert [entry.sha256 for entry in manifest.files] == [hashlib.sha256(b"weights").hexdigest()]

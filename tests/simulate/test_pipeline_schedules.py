@@ -12,14 +12,13 @@ import pytest
 from simulated_throughput import BUBBLES, THROUGHPUTS, published_step, step, throughputs
 
 from toolkit.errors import ToolkitError
-from toolkit.parallel.pipeline_schedule import SCHEDULES
+from toolkit.parallel.pipeline_schedule import INTERLEAVED, SCHEDULES
 from toolkit.simulate.pipeline_schedules import (
     LETTERS,
     PREDICTED_OVER_MEASURED,
     ChunkTimes,
     PipelineSize,
     check_schedule,
-    chunks_of,
     operation_order,
     simulate,
 )
@@ -30,10 +29,6 @@ SIZES = [(stages, count) for stages in (2, 3, 8) for count in (1, 3, 4, 8, 12, 1
 EQUAL = ChunkTimes(forward_seconds=1.0, backward_seconds=2.0)
 UNEQUAL = ChunkTimes(forward_seconds=3.0, backward_seconds=6.0)
 Operation = tuple[str, int, int]
-
-
-def size_of(schedule: str, stages: int, micro_batches: int, chunks: int = 2) -> PipelineSize:
-    return PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
 
 
 def own_operations(size: PipelineSize, operations: list[int]) -> list[Operation]:
@@ -55,7 +50,7 @@ def test_the_order_is_torchs_and_the_same_sizes_are_refused(schedule: str, chunk
 
     compared = 0
     for stages, count in SIZES:
-        size = size_of(schedule, stages, count, chunks)
+        size = PipelineSize(stages=stages, micro_batches=count, chunks=chunks if schedule == INTERLEAVED else 1)
         try:
             actions = get_schedule_ops(TORCH_NAMES[schedule], stages, count, size.chunks if size.chunks > 1 else None)
         except ValueError:
@@ -95,13 +90,6 @@ def test_gpipe_and_1f1b_have_the_bubble_of_their_closed_form(schedule: str, stag
     run = step(schedule, stages, micro_batches, UNEQUAL)
     assert run.bubble_fraction == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert run.makespan_seconds == pytest.approx(run.step_seconds)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(4, 8, 2), (8, 32, 4)])
-def test_interleaved_1f1b_loses_its_closed_form_of_the_ideal_step(stages: int, micro_batches: int, chunks: int) -> None:
-    run = step("interleaved_1f1b", stages, micro_batches, EQUAL, chunks=chunks)
-    ideal = run.work_seconds
-    assert (run.step_seconds - ideal) / ideal == pytest.approx((stages - 1) / (chunks * micro_batches))
 
 
 @pytest.mark.parametrize(

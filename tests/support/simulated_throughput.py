@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, chunks_of, simulate
+from toolkit.parallel.pipeline_schedule import INTERLEAVED
+from toolkit.simulate.pipeline_schedules import ChunkTimes, PipelineRun, PipelineSize, simulate
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MEASURED = {"1f1b": "measured_1f1b", "interleaved_1f1b": "measured_interleaved_1f1b"}
@@ -29,7 +30,7 @@ BUBBLES, THROUGHPUTS = rows("zero_bubble.csv"), rows("zero_bubble_throughput.csv
 def step(
     schedule: str, stages: int, micro_batches: int, times: ChunkTimes, *, chunks: int = 2, transfer: float = 0.0
 ) -> PipelineRun:
-    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks_of(schedule, chunks))
+    size = PipelineSize(stages=stages, micro_batches=micro_batches, chunks=chunks if schedule == INTERLEAVED else 1)
     return simulate(schedule, size, [times.divided(size.chunks)] * size.num_chunks, transfer_seconds=transfer)
 
 

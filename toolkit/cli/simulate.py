@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from toolkit.cli.options import expand_options
 from toolkit.entry_point import print_message
 from toolkit.flags import JsonOutput
+from toolkit.parallel.pipeline_schedule import INTERLEAVED, SCHEDULES
 from toolkit.simulate.options import FailureOptions, PipelineOptions, StragglerOptions
 
 if TYPE_CHECKING:
+    from toolkit.simulate.failure_estimate import FailureEstimate
+    from toolkit.simulate.pipeline_comparison import PipelineComparison
     from toolkit.simulate.simulation_report import SimulationReport
+    from toolkit.simulate.stragglers import StragglerStudy
 
 simulate_app = typer.Typer(
     no_args_is_help=True, help="Simulate schedules of a pipeline, failures and checkpoints, or stragglers."
@@ -30,14 +32,13 @@ def pipeline(options: PipelineOptions, as_json: JsonOutput = False) -> None:
 
     Times are those of one micro-batch on one stage: given in milliseconds, planned for a model, or all equal.
     """
-    from toolkit.simulate.pipeline_comparison import chunks_without_effect, compare_schedules, pipeline_report
+    from toolkit.simulate.pipeline_comparison import compare_schedules, pipeline_report
 
     comparison = compare_schedules(options)
-    if chunks_without_effect(options):
+    if options.chunks not in (None, 1) and INTERLEAVED not in (options.schedule or SCHEDULES):
         print_message("warning: --chunks has no effect: these schedules have one chunk per stage")
-    text = functools.partial(pipeline_report, comparison, timeline=options.timeline)
-    page = functools.partial(pipeline_report, comparison, timeline=False, on_page=True)
-    _show(comparison.as_json(), as_json, options.output_dir, text=text, page=page)
+    page = None if options.output_dir is None else pipeline_report(comparison, timeline=False, on_page=True)
+    _show(comparison, pipeline_report(comparison, timeline=options.timeline), as_json, options.output_dir, page=page)
 
 
 @simulate_app.command()
@@ -50,8 +51,7 @@ def failures(options: FailureOptions, as_json: JsonOutput = False) -> None:
     from toolkit.simulate.failure_estimate import estimate_failures, failure_report
 
     estimate = estimate_failures(options)
-    report = functools.partial(failure_report, estimate)
-    _show(estimate.as_json(), as_json, options.output_dir, text=report, page=report)
+    _show(estimate, failure_report(estimate), as_json, options.output_dir)
 
 
 @simulate_app.command()
@@ -61,25 +61,24 @@ def stragglers(options: StragglerOptions, as_json: JsonOutput = False) -> None:
     from toolkit.simulate.stragglers import straggler_report, study_stragglers
 
     study = study_stragglers(options)
-    report = functools.partial(straggler_report, study)
-    _show(study.as_json(), as_json, options.output_dir, text=report, page=report)
+    _show(study, straggler_report(study), as_json, options.output_dir)
 
 
 def _show(
-    values: dict[str, Any],
+    simulated: PipelineComparison | FailureEstimate | StragglerStudy,
+    report: SimulationReport,
     as_json: bool,
     folder: Path | None,
     *,
-    text: Callable[[], SimulationReport],
-    page: Callable[[], SimulationReport],
+    page: SimulationReport | None = None,
 ) -> None:
-    written = json.dumps(values, indent=2) + "\n"
+    written = json.dumps(simulated.as_json(), indent=2) + "\n"
     if folder is not None:
         from toolkit.report.rendering import write_report_file
 
         write_report_file(folder / "simulation.json", written)
-        print_message(f"report: {write_report_file(folder / 'simulation.html', page().page())}")
+        print_message(f"report: {write_report_file(folder / 'simulation.html', (page or report).page())}")
     if as_json:
         print(written, end="")
     else:
-        text().print()
+        report.print()

@@ -5,6 +5,7 @@ Every engine turns the same `ClusterJob` into its own file.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from toolkit.presets.support import check_supported
 from toolkit.record.checkpoints import LATEST_WORDS
 from toolkit.record.folder import WORLD_SIZE_VARIABLE, RunFolder
 from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
+from toolkit.record.run_files import RecordedRun, read_run
 
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
 ASSUMED_SAVE_SECONDS = 120.0
@@ -214,17 +216,15 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
         path = options.saves_of or output_dir
-        run = RunFolder(path).read_run() or {}
-        found = run.get("saves")
-        saves = [each for each in found if _seconds(each, "seconds")] if isinstance(found, list) else []
+        run = RecordedRun()
+        with contextlib.suppress(ToolkitError):  # a damaged run.json has measured nothing
+            run = read_run(RunFolder(path))
+        saves = [save for save in run.saves or () if save.seconds]
         if saves:
-            # With the fingerprint, without the wait for the save before: `seconds` begins after the fingerprint and
-            # has an asynchronous write; `stall_seconds` is the other way round.
-            stalls = (_seconds(save, "stall_seconds") - _seconds(save, "waited_seconds") for save in saves)
-            writes = (_seconds(save, "write_seconds") or _seconds(save, "seconds") for save in saves)
+            writes = (save.write_seconds or save.seconds or 0.0 for save in saves)
             return SaveTime(
-                seconds=max(*(_seconds(save, "seconds") for save in saves), *stalls),
-                step_seconds=_seconds(run.get("measured"), "step_seconds_median"),
+                seconds=max(save.seconds_after_step for save in saves),
+                step_seconds=(run.measured and run.measured.step_seconds_median) or 0.0,
                 earlier_write_seconds=max(writes) if async_save else 0.0,
                 source=f"the slowest of {len(saves)} in {path}",
             )
@@ -235,8 +235,3 @@ def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> Sav
             )
         seconds, source = ASSUMED_SAVE_SECONDS, "assumed; `--saves-of RUN` measures it"
     return SaveTime(seconds=seconds, earlier_write_seconds=seconds if async_save else 0.0, source=source)
-
-
-def _seconds(recorded: object, name: str) -> float:
-    value = recorded.get(name) if isinstance(recorded, dict) else None
-    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

@@ -128,11 +128,7 @@ class JobOptions:
 
 
 def limit_seconds(text: str) -> int:
-    """Return SLURM's time limit in seconds: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
-
-    >>> limit_seconds("90"), limit_seconds("1:30:00"), limit_seconds("2-12")
-    (5400, 5400, 216000)
-    """
+    """Return SLURM's time limit in seconds: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     found = re.fullmatch("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
     if found is None:
         raise ToolkitError(

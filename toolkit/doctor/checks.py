@@ -158,7 +158,6 @@ Examine = Callable[[NodeReadings, Outcome], None]
 class NodeCheck:
     """A registered check."""
 
-    name: str
     source: str  # where the threshold comes from: an address, or `our choice` with the reason
     examine: Examine  # adds what it measured, and what is wrong
 
@@ -177,14 +176,14 @@ class NodeCheck:
 
 
 CHECKS: dict[str, NodeCheck] = {}
+"""Every check by its name, once `toolkit.doctor.examination` is imported."""
 
 
 def node_check(source: str) -> Callable[[Examine], Examine]:
     """Register a function as the check of its name."""
 
     def register(examine: Examine) -> Examine:
-        name = examine.__name__.replace("_", "-")
-        CHECKS[name] = NodeCheck(name=name, source=source, examine=examine)
+        CHECKS[examine.__name__.replace("_", "-")] = NodeCheck(source=source, examine=examine)
         return examine
 
     return register

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import gpu_checks, host_checks  # noqa: F401  (they register checks)
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeCheck, NodeFinding, NodeReadings, Outcome
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeFinding, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
@@ -171,11 +171,6 @@ class Examination:
         return list(without_secrets(lines))
 
 
-def all_checks() -> list[NodeCheck]:
-    """Return every registered check by module, in one order whatever was imported first."""
-    return sorted(CHECKS.values(), key=lambda check: check.examine.__module__)
-
-
 def examine_node(options: DoctorOptions, model: str | None) -> Examination:
     """Run every check. Raises ToolkitError, before, for invalid options."""
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--num-processes", options.num_processes)):
@@ -186,7 +181,7 @@ def examine_node(options: DoctorOptions, model: str | None) -> Examination:
         raise ToolkitError("a MODEL has no effect without --preset", hint="toolkit doctor --preset NAME MODEL")
     _ = node.planned_host_bytes
     facts = node_facts(node)
-    return Examination(node_facts=facts, checks={check.name: check.run(node) for check in all_checks()})
+    return Examination(node_facts=facts, checks={name: check.run(node) for name, check in CHECKS.items()})
 
 
 # -- differences between reports

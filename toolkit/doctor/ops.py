@@ -24,14 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.engines import compiled_ops
-from toolkit.engines.compiled_ops import (
-    ASYNC_IO_OPS,
-    CPU_OPS,
-    are_compiled,
-    check_extensions_folder,
-    extensions_folder,
-    path_with_ninja,
-)
+from toolkit.engines.compiled_ops import ASYNC_IO_OPS, CPU_OPS, are_compiled, check_extensions_folder, extensions_folder
 from toolkit.entry_point import exit_code_of, print_message
 from toolkit.errors import EXIT_INVALID_INPUT, ToolkitError
 from toolkit.installation import require
@@ -67,7 +60,7 @@ def compile_ops(builders: dict[str, str] = CPU_OPS) -> None:
             return
         print_message(f"compiling DeepSpeed's CPU ops ({', '.join(missing)}): about a minute each on two cores, once")
         started = time.monotonic()
-        _compile_in_child_process(folder / "compile.log", list(missing.values()))
+        _compile_in_child_process(folder / "compile.log", missing.values())
         for op in missing:
             compiled_ops.op_library(folder, op).touch()
         print_message(f"compiled in {time.monotonic() - started:.0f} s into {folder}")
@@ -112,12 +105,12 @@ def check_compiler() -> None:
         raise ToolkitError(f"Python.h is missing from {include}; compiling needs Python's headers", hint=hint)
 
 
-def _compile_in_child_process(log: Path, builders: list[str]) -> None:
+def _compile_in_child_process(log: Path, builders: Iterable[str]) -> None:
     """DeepSpeed logs to stdout, and fixes its accelerator for the lifetime of the process."""
     command = [sys.executable, "-c", _LOAD_CODE, *builders]
-    environment = os.environ | {"PATH": path_with_ninja(), "TORCH_EXTENSIONS_DIR": str(log.parent)}
     with log.open("w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as scratch:
-        environment["PATH"] = _with_precompiled_headers(Path(scratch), environment["PATH"])
+        path = _with_precompiled_headers(Path(scratch), compiled_ops.path_with_ninja())
+        environment = os.environ | {"PATH": path, "TORCH_EXTENSIONS_DIR": str(log.parent)}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
         child = subprocess.run(command, env=environment, check=False, **streams)
     if child.returncode != 0:

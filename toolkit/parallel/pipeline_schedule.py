@@ -48,19 +48,25 @@ class PipelineSettings:
         """Return the stages that a rank computes."""
         return range(rank, self.stages, self.ranks)
 
-    def in_flight(self, rank: int, micro_batches: int) -> int:
-        """Return the most activations of one stage and one micro-batch that a rank holds at once.
+    def per_round(self, micro_batches: int) -> int:
+        """Return the micro-batches that go through one stage of a rank before they go through its next stage."""
+        interleaved = self.schedule == INTERLEAVED
+        return micro_batches // (interleaved_rounds(micro_batches, ranks=self.ranks) if interleaved else 1)
 
-        GPipe holds those of all micro-batches. 1F1B begins with one forward per stage from this one to the last;
-        interleaved 1F1B (https://arxiv.org/abs/2104.04473, section 2.2) with more, since it has several stages to fill.
+    def warmup(self, rank: int, micro_batches: int) -> int:
+        """Return the forwards of a rank before its forwards and backwards take turns.
+
+        GPipe runs those of all micro-batches; 1F1B one per stage after this one; interleaved 1F1B
+        (https://arxiv.org/abs/2104.04473, section 2.2) more, since it has several stages to fill.
         """
-        if self.schedule == GPIPE:
-            return micro_batches
-        if self.schedule == ONE_F_ONE_B:
-            return min(micro_batches, self.ranks - rank)
-        per_round = micro_batches // interleaved_rounds(micro_batches, ranks=self.ranks)
-        warmup = (self.chunks - 1) * per_round + 2 * (self.ranks - 1 - rank)
-        return min(warmup + 1, self.chunks * micro_batches)
+        later = self.ranks - 1 - rank
+        if self.schedule == INTERLEAVED:
+            return (self.chunks - 1) * self.per_round(micro_batches) + 2 * later
+        return micro_batches if self.schedule == GPIPE else later
+
+    def in_flight(self, rank: int, micro_batches: int) -> int:
+        """Return the most activations of one stage and one micro-batch that a rank holds at once."""
+        return min(self.warmup(rank, micro_batches) + 1, self.chunks * micro_batches)
 
     def bubble_factor(self, micro_batches: int, *, slowest: float = 1.0) -> float:
         """Return how many times longer a step takes than the mean work of a rank.

@@ -99,30 +99,22 @@ class SharedRun(BaseModel):
         speed, name = figures.tokens_per_second, str(model.get("model_name_or_path"))
         fields = {
             "model": name if name in known_models() else None,
-            "num_params": rank.num_params,
-            "num_trainable_params": rank.num_trainable_params,
             "preset": run.preset,
             "world_size": world_size,
             "num_nodes": max(1, len(run.nodes)),
             "gpu": _gpu(run, rank),
-            "per_device_train_batch_size": spec.get("per_device_train_batch_size"),
-            "gradient_accumulation_steps": spec.get("gradient_accumulation_steps"),
             "max_seq_length": data.get("max_seq_length"),
             "packing": data.get("packing"),
             "activation_checkpointing": bool(rank.activation_checkpointing),
             "lora_r": model.get("lora_r"),
             "load_in_4bit": bool(rank.load_in_4bit),
-            "optim": spec.get("optim"),
-            "compute_dtype": rank.compute_dtype,
-            "master_dtype": rank.master_dtype,
+            **{name: spec.get(name) for name in OF_SPEC},
+            **{name: getattr(rank, name) for name in OF_RANK},
             "versions": {name: versions[name] for name in (*LIBRARIES, PACKAGE) if versions.get(name)},
             "verification_sha256": digest,
-            "timed_steps": figures.timed_steps,
-            "step_seconds_median": figures.step_seconds_median,
             "step_seconds_interval": median_interval(seconds),
             "tokens_per_second_per_gpu": None if speed is None else speed / world_size,
-            "padding_fraction": figures.padding_fraction,
-            **{f"peak_{part}_bytes": getattr(figures, f"peak_{part}_bytes") for part in PEAKS},
+            **{name: getattr(figures, name) for name in (*OF_FIGURES, *PEAKS)},
             "planned_peak_bytes": plan.get("planned_peak_bytes"),
             "planned_step_seconds": plan.get("step_seconds"),
         }
@@ -139,7 +131,7 @@ class SharedRun(BaseModel):
             found.append(f"gpu {self.gpu!r} is not in the table of GPUs")
         if self.verification_sha256 is None and self.source is None:
             found.append("neither verification_sha256 nor source: nobody can tell where it is from")
-        peaks = [size for part in PEAKS[:-1] if (size := getattr(self, f"peak_{part}_bytes")) is not None]
+        peaks = [size for name in PEAKS[:-1] if (size := getattr(self, name)) is not None]
         if gpu is not None and peaks and max(peaks) > gpu.memory_bytes * 1.02:
             found.append(f"a peak of {max(peaks)} bytes is more than a {gpu.name} has, {gpu.memory_bytes}")
         speed, step = self.tokens_per_second_per_gpu, self.step_seconds_median
@@ -157,7 +149,11 @@ class SharedRun(BaseModel):
         return found
 
 
-PEAKS = ("allocated", "reserved", "driver", "host")
+# Fields that are shared as they were recorded: of the run's settings, its first rank, and its figures.
+OF_SPEC = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim")
+OF_RANK = ("num_params", "num_trainable_params", "compute_dtype", "master_dtype")
+OF_FIGURES = ("timed_steps", "step_seconds_median", "padding_fraction")
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_driver_bytes", "peak_host_bytes")
 
 
 def check_shared_rows(path: Path) -> list[str]:
@@ -173,9 +169,6 @@ def median_interval(seconds: list[float]) -> tuple[float, float] | None:
 
     Between the value with `rank` values below it and the one with as many above: the median is outside with a chance of
     twice that of at most `rank` heads in as many throws as there are values.
-
-    >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
-    (2.0, 8.0)
     """
     count, rank, chance = len(seconds), -1, 0.0
     while (chance := chance + math.comb(count, rank + 1) / 2**count) <= ERROR / 2:

@@ -89,9 +89,6 @@ def loss_growth(losses: Sequence[float | None]) -> tuple[float, float] | None:
     Losses of small batches vary by half from step to step: the mean logarithms of both ends are compared in standard
     errors, by the differences of consecutive steps. A rate far too high spoils every step after the first: then that
     one alone is the beginning, and every other loss must be higher by half.
-
-    >>> loss_growth([4.35, 11.2, 11.0, 10.0, 10.9, 10.8, 10.8, 10.7]), loss_growth([0.7, 3.4, 0.9, 3.2, 1.1, 2.2, 3, 4])
-    ((4.35, 10.8), None)
     """
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     compared = max(COMPARED_STEPS, len(known) // 10)

@@ -17,9 +17,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.plan.failures import SECONDS_PER_DAY, FailingJob, daly_interval, young_interval
 from toolkit.report.charts import Line, LineChart
-from toolkit.report.rendering import Cell, Heading, Table, text_cell, text_heading
+from toolkit.report.rendering import Cell
 from toolkit.simulate.options import DEFAULT_CHECKPOINT_SECONDS, LEAST, FailureOptions, check_ranges
-from toolkit.simulate.simulation_report import SimulationReport
+from toolkit.simulate.simulation_report import SimulationReport, table_of
 from toolkit.units import SECONDS_PER_HOUR, seconds
 
 # Beyond any cluster; larger values are units mixed up.
@@ -32,7 +32,6 @@ RANGES: dict[str, tuple[float, float]] = {
 DEFAULT_RUNS = 10
 MOST_FAILURES = 2_000_000  # of all simulated runs: a few seconds
 POINTS_PER_DECADE = 20
-SHARES = ("checkpoint_fraction", "effective_time_ratio", "exact_time_ratio", "availability", "goodput")  # of a job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +53,9 @@ class FailureEstimate:
 
     job: FailingJob
     gpus: int
+    expected_failures: float  # of the whole job, while it has all of its nodes
     simulated: SimulatedFailures
     checkpoint_source: str  # where the seconds of a save come from
-
-    @property
-    def expected_failures(self) -> float:
-        """Failures of the whole job, while it has all of its nodes."""
-        return self.simulated.days * SECONDS_PER_DAY / self.job.mean_seconds_between_failures
 
     @property
     def best_intervals(self) -> tuple[float, float]:
@@ -71,6 +66,7 @@ class FailureEstimate:
     def as_json(self) -> dict[str, Any]:
         """Return what `toolkit simulate failures --json` prints."""
         job, (young, daly) = self.job, self.best_intervals
+        shares = ("checkpoint_fraction", "effective_time_ratio", "exact_time_ratio", "availability", "goodput")
         return {
             "gpus": self.gpus,
             "nodes": job.nodes,
@@ -80,7 +76,7 @@ class FailureEstimate:
             "checkpoint_interval_seconds": job.interval,
             "best_checkpoint_interval_seconds": young,
             "daly_checkpoint_interval_seconds": daly,
-            **{name: getattr(job, name) for name in SHARES},
+            **{name: getattr(job, name) for name in shares},
             "effective_gpus": job.exact_time_ratio * job.availability * self.gpus,
             "monte_carlo": asdict(self.simulated),
         }
@@ -111,8 +107,13 @@ def estimate_failures(options: FailureOptions) -> FailureEstimate:
         what = f"{runs * failures:,.0f} failures in {runs} x {options.days:g} days are too many to simulate"
         fewer = f"`--days {options.days * MOST_FAILURES / (runs * failures):.3g}`"
         raise ToolkitError(what, hint=fewer + (", or fewer --runs" if runs > 1 else ""))
-    simulated = simulate_failures(job, days=options.days, runs=runs, seed=options.seed)
-    return FailureEstimate(job=job, gpus=options.gpus, simulated=simulated, checkpoint_source=source)
+    return FailureEstimate(
+        job=job,
+        gpus=options.gpus,
+        expected_failures=failures,
+        simulated=simulate_failures(job, days=options.days, runs=runs, seed=options.seed),
+        checkpoint_source=source,
+    )
 
 
 def _checkpoint_seconds(options: FailureOptions) -> tuple[float, str]:
@@ -202,8 +203,8 @@ def failure_report(estimate: FailureEstimate) -> SimulationReport:
             ("time with all nodes", f"{100 * job.availability:.2f} %", f"{100 * with_all_nodes:.2f} %"),
             ("goodput of all nodes, spares included", f"{job.goodput:.4f}", f"{goodput:.4f}"),
         ]
-    headings = (text_heading(""), Heading(text="closed form"), Heading(text="Monte Carlo"))
-    cells = tuple((text_cell(name), Cell(text=exact), Cell(text=drawn)) for name, exact, drawn in rows)
+    headings = ("", "closed form", "Monte Carlo")
+    table = table_of([dict(zip(headings, (Cell(text=text) for text in row), strict=True)) for row in rows])
     notes = [
         "Assumed: independent failures at a constant rate; every failure stops the whole job.",
         "Known miss: on Meta's RSC-1, 1,024-GPU jobs were interrupted every 7.9 h, where this predicts 28.8 h.",
@@ -214,7 +215,7 @@ def failure_report(estimate: FailureEstimate) -> SimulationReport:
         title="Failures and checkpoints, simulated",
         summary=summary,
         sections=[
-            ("", Table(headings=headings, rows=cells)),
+            ("", table),
             ("Effective time ratio by checkpoint interval", interval_chart(estimate)),
         ],
         notes=notes,

@@ -20,13 +20,13 @@ DEFAULT_DISTRIBUTION, DEFAULT_STEP_SECONDS, DEFAULT_SPREAD = "lognormal", 1.0, 0
 LEAST = 1e-9  # the low end of what must be more than nothing
 
 
-def check_ranges(options: object, ranges: Mapping[str, tuple[float, float]], *, hint: str | None = None) -> None:
+def check_ranges(options: object, ranges: Mapping[str, tuple[float, float]]) -> None:
     """Raise ToolkitError for the first option that is out of its range, by its flag; None is not given."""
     for name, (low, high) in ranges.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             expected = f"more than 0, at most {high:,}" if low == LEAST else f"{low:,} to {high:,}"
-            raise ToolkitError(f"{_flag(name)} is {value}, expected {expected}", hint=hint)
+            raise ToolkitError(f"{_flag(name)} is {value}, expected {expected}")
 
 
 def refuse_given(options: object, names: Sequence[str], what: str, hint: str) -> None:

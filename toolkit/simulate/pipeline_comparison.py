@@ -10,18 +10,21 @@ stage 1 ..FFBBBBFFBBBB....
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from toolkit.errors import ToolkitError
 from toolkit.parallel.pipeline_schedule import GPIPE, INTERLEAVED, INTERLEAVED_CHUNKS, SCHEDULES
 from toolkit.report.charts import MOST_POINTS, Boxes, Chart, TimelineChart, TimelineCharts
-from toolkit.report.rendering import Cell, Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.rendering import Cell, Table, number_cell, text_cell
 from toolkit.simulate import pipeline_schedules
 from toolkit.simulate.options import LEAST, PipelineOptions, check_ranges, refuse_given
 from toolkit.simulate.pipeline_schedules import LETTERS, ChunkTimes, PipelineRun, PipelineSize
-from toolkit.simulate.simulation_report import SimulationReport, terminal_columns
+from toolkit.simulate.simulation_report import SimulationReport, table_of
 from toolkit.units import gib, seconds
 
 if TYPE_CHECKING:
@@ -35,13 +38,11 @@ RANGES = {
     "transfer_ms": (0, LONGEST_MS),
     "num_layers": (1, 2**16),
 }
-EQUAL_MS = 1.0
 LABEL_COLUMNS = len("stage 4095 ")
 IDLE = "."
 LEGEND = "F forward, B backward, . idle"
 MOST_STAGES_OF_TEXT, MOST_STAGES_ON_PAGE = 16, 64
 COLORS = dict(zip(LETTERS, ("c0", "c5"), strict=True))  # CSS variables of the page
-KINDS = ("forward", "backward")  # in the order of LETTERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,6 @@ class PipelineComparison:
     schedules: list[SimulatedSchedule]
     left_out: list[str]  # why schedules are missing that were not named
 
-    @property
-    def fastest(self) -> SimulatedSchedule:
-        """The schedule with the shortest step."""
-        return min(self.schedules, key=lambda each: each.run.step_seconds)
-
     def as_json(self) -> dict[str, Any]:
         """Return what `toolkit simulate pipeline --json` prints."""
         return {
@@ -120,7 +116,7 @@ def _with_times(options: PipelineOptions) -> tuple[str, int | None, Simulated]:
     refuse_given(options, OF_A_MODEL, "{flag} has no effect without --model", "`--model MODEL`")
     forward_ms, backward_ms = options.forward_ms, options.backward_ms
     if forward_ms is backward_ms is None:
-        forward_ms, backward_ms = EQUAL_MS, 2 * EQUAL_MS
+        forward_ms, backward_ms = 1.0, 2.0
     if forward_ms is None or backward_ms is None:
         missing = "--forward-ms" if forward_ms is None else "--backward-ms"
         raise ToolkitError(f"{missing} is missing", hint="give --forward-ms and --backward-ms, or none of the times")
@@ -154,11 +150,12 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     possible, left_out = [], []
     given = INTERLEAVED_CHUNKS if options.chunks is None else options.chunks
     for schedule in dict.fromkeys(options.schedule or SCHEDULES):
-        chunks = pipeline_schedules.chunks_of(schedule, given)
+        chunks = given if schedule == INTERLEAVED else 1
         size = PipelineSize(stages=options.stages, micro_batches=options.micro_batches, chunks=chunks)
         try:
             pipeline_schedules.check_schedule(schedule, size)
-            _check_layers(num_layers, size)
+            if num_layers is not None:
+                _check_layers(num_layers, size)
         except ToolkitError as error:
             if options.schedule or schedule == GPIPE:  # whatever rules out GPipe rules out all of them
                 raise
@@ -168,33 +165,24 @@ def _possible(options: PipelineOptions, num_layers: int | None) -> tuple[list[tu
     return possible, left_out
 
 
-def chunks_without_effect(options: PipelineOptions) -> bool:
-    """Return True if `--chunks` was given, and no named schedule has several chunks per stage."""
-    return options.chunks not in (None, 1) and INTERLEAVED not in (options.schedule or SCHEDULES)
-
-
-def _check_layers(num_layers: int | None, size: PipelineSize) -> None:
-    if num_layers is not None and num_layers < size.num_chunks:
+def _check_layers(num_layers: int, size: PipelineSize) -> None:
+    if num_layers < size.num_chunks:
         chunks, hint = "" if size.chunks == 1 else f" of {size.chunks} chunks", max(1, num_layers // size.chunks)
         what = f"{num_layers} layers are too few for {size.stages} stages{chunks}"
         raise ToolkitError(what, hint=f"`--stages {hint}` or fewer")
-    if num_layers is not None and size.chunks > 1 and num_layers % size.num_chunks:
+    if size.chunks > 1 and num_layers % size.num_chunks:
         what = f"{num_layers} layers are not divisible by {size.stages} stages of {size.chunks} chunks"
         raise ToolkitError(what, hint="other --stages or --chunks, or a schedule with one chunk per stage")
 
 
 def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: bool = False) -> SimulationReport:
     """Return the schedules for people: a table, and of each memory by stage and the timeline."""
-    schedules, fastest = comparison.schedules, comparison.fastest
-    numbers = ("chunks", "step", "bubble", "in flight,\nfirst", "in flight,\nmost")
-    headings = [text_heading("schedule"), *(Heading(text=text) for text in numbers)]
-    if fastest.memory is not None:
-        headings += [Heading(text="largest\nstage"), text_heading("verdict"), Heading(text="planned step")]
-    table = Table(headings=tuple(headings), rows=tuple(map(_cells, schedules)))
-    sections: list[tuple[str, Table | Chart | str]] = [("", table)]
+    schedules = comparison.schedules
+    fastest = min(schedules, key=lambda each: each.run.step_seconds)
+    sections: list[tuple[str, Table | Chart | str]] = [("", table_of([_row(each) for each in schedules]))]
     if on_page:
         timelines = [_drawn_timeline(each.run, expanded=each is fastest) for each in schedules]
-        colors = list(zip(COLORS.values(), KINDS, strict=True))
+        colors = list(zip(COLORS.values(), ("forward", "backward"), strict=True))
         sections.append(("Timelines", TimelineCharts(timelines=timelines, colors=colors)))
     for simulated in schedules:
         run = simulated.run
@@ -202,10 +190,12 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
         shown = "memory by stage" if on_page else f"{times} {seconds(run.makespan_seconds)}"
         heading = f"{run.schedule}, {shown}"
         if simulated.memory is not None:
-            sections.append((heading, _stages_table(run, simulated.memory)))
+            stages = map(_stage_row, itertools.count(), run.peak_micro_batches, simulated.memory)
+            sections.append((heading, table_of(list(stages))))
             heading = ""
         if timeline:
-            sections.append((heading, "\n".join(text_timeline(run, columns=terminal_columns() - LABEL_COLUMNS))))
+            columns = max(Console().width, 100) - LABEL_COLUMNS
+            sections.append((heading, "\n".join(text_timeline(run, columns=columns))))
     low, high = pipeline_schedules.PREDICTED_OVER_MEASURED
     notes = [LEGEND] if timeline else []
     notes += [
@@ -230,34 +220,38 @@ def pipeline_report(comparison: PipelineComparison, *, timeline: bool, on_page: 
     )
 
 
-def _cells(simulated: SimulatedSchedule) -> tuple[Cell, ...]:
+def _row(simulated: SimulatedSchedule) -> dict[str, Cell]:
     run, peaks = simulated.run, simulated.run.peak_micro_batches
     digits = 0 if run.size.chunks == 1 else 1
-    cells = (
-        text_cell(run.schedule),
-        number_cell(run.size.chunks, 0),
-        Cell(text=seconds(run.step_seconds), value=run.step_seconds),
-        Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
-        number_cell(peaks[0], digits),
-        number_cell(max(peaks), digits),
-    )
+    row = {
+        "schedule": text_cell(run.schedule),
+        "chunks": number_cell(run.size.chunks, 0),
+        "step": Cell(text=seconds(run.step_seconds), value=run.step_seconds),
+        "bubble": Cell(text=f"{100 * run.bubble_fraction:.1f} %", value=run.bubble_fraction),
+        "in flight,\nfirst": number_cell(peaks[0], digits),
+        "in flight,\nmost": number_cell(max(peaks), digits),
+    }
     largest, bounds = simulated.largest, simulated.step_seconds_range
-    if largest is None or bounds is None:
-        return cells
-    step = Cell(text=" to ".join(map(seconds, bounds)), value=bounds[0])
-    peak = Cell(text=gib(largest.peak_bytes), value=largest.peak_bytes)
-    return (*cells, peak, text_cell(largest.verdict.replace("_", " ")), step)
+    if largest is not None and bounds is not None:
+        row["largest\nstage"] = _gib_cell(largest.peak_bytes)
+        row["verdict"] = text_cell(largest.verdict.replace("_", " "))
+        row["planned step"] = Cell(text=" to ".join(map(seconds, bounds)), value=bounds[0])
+    return row
 
 
-def _stages_table(run: PipelineRun, stages: Sequence[StageMemory]) -> Table:
-    numbers = ("micro-batches in flight", "model states", "activations", "peak")
-    rows = []
-    for stage, (in_flight, memory) in enumerate(zip(run.peak_micro_batches, stages, strict=True)):
-        sizes = (memory.state_bytes, memory.activation_bytes, memory.peak_bytes)
-        cells = [Cell(text=f"{in_flight:g}", value=in_flight), *(Cell(text=gib(size), value=size) for size in sizes)]
-        rows.append((text_cell(f"stage {stage}"), *cells, text_cell(memory.verdict.replace("_", " "))))
-    headings = (text_heading("stage"), *(Heading(text=text) for text in numbers), text_heading("verdict"))
-    return Table(headings=headings, rows=tuple(rows))
+def _stage_row(stage: int, in_flight: float, memory: StageMemory) -> dict[str, Cell]:
+    return {
+        "stage": text_cell(f"stage {stage}"),
+        "micro-batches in flight": Cell(text=f"{in_flight:g}", value=in_flight),
+        "model states": _gib_cell(memory.state_bytes),
+        "activations": _gib_cell(memory.activation_bytes),
+        "peak": _gib_cell(memory.peak_bytes),
+        "verdict": text_cell(memory.verdict.replace("_", " ")),
+    }
+
+
+def _gib_cell(size: int) -> Cell:
+    return Cell(text=gib(size), value=size)
 
 
 def text_timeline(run: PipelineRun, *, columns: int) -> list[str]:

@@ -28,14 +28,7 @@ from typing import NamedTuple
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import check_word
-from toolkit.parallel.pipeline_schedule import (
-    GPIPE,
-    INTERLEAVED,
-    INTERLEAVED_CHUNKS,
-    ONE_F_ONE_B,
-    SCHEDULES,
-    interleaved_rounds,
-)
+from toolkit.parallel.pipeline_schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, PipelineSettings, interleaved_rounds
 
 FORWARD, BACKWARD = KINDS = range(2)
 LETTERS = "FB"  # of each kind of operation
@@ -77,18 +70,22 @@ class PipelineSize:
 def operation_order(schedule: str, size: PipelineSize) -> list[list[int]]:
     """Return each stage's operations, in order. Raises ToolkitError for a schedule that cannot run with these sizes."""
     check_schedule(schedule, size)
-    if schedule == INTERLEAVED:
-        return [_interleaved(size, stage) for stage in range(size.stages)]
-    orders = []
+    settings, orders = PipelineSettings(ranks=size.stages, schedule=schedule, chunks=size.chunks), []
+    per_round = settings.per_round(size.micro_batches)
     for stage in range(size.stages):
-        warmup = size.micro_batches if schedule == GPIPE else size.stages - 1 - stage
-        orders.append(_in_turns(size.row(FORWARD, stage), size.row(BACKWARD, stage), warmup=warmup))
+        chunks, warmup = settings.stages_of(stage), settings.warmup(stage, size.micro_batches)
+        forwards, backwards = (
+            [
+                operation
+                for start in range(0, size.micro_batches, per_round)
+                for chunk in order
+                for operation in size.row(kind, chunk)[start : start + per_round]
+            ]
+            for kind, order in ((FORWARD, chunks), (BACKWARD, chunks[::-1]))
+        )
+        turns = itertools.chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+        orders.append([*forwards[:warmup], *turns, *backwards[max(0, len(forwards) - warmup) :]])
     return orders
-
-
-def chunks_of(schedule: str, interleaved_chunks: int = INTERLEAVED_CHUNKS) -> int:
-    """Return the chunks per stage: those of `--chunks` for the interleaved schedule, otherwise one."""
-    return interleaved_chunks if schedule == INTERLEAVED else 1
 
 
 def check_schedule(schedule: str, size: PipelineSize) -> None:
@@ -109,28 +106,6 @@ def check_schedule(schedule: str, size: PipelineSize) -> None:
     rounds = interleaved_rounds(count, ranks=stages)
     if schedule == INTERLEAVED and count % rounds:
         raise ToolkitError(f"{what} runs them in {rounds} equal rounds", hint=f"`--micro-batches {stages * rounds}`")
-
-
-def _in_turns(forwards: Sequence[int], backwards: Sequence[int], *, warmup: int) -> list[int]:
-    """Warm-up forwards, then forwards and backwards in turns, then the backwards that are left."""
-    rest = forwards[warmup:]
-    turns = zip(rest, backwards, strict=False)
-    return [*forwards[:warmup], *itertools.chain.from_iterable(turns), *backwards[len(rest) :]]
-
-
-def _interleaved(size: PipelineSize, stage: int) -> list[int]:
-    """1F1B over several chunks per stage, a round of micro-batches through one chunk after the other."""
-    per_round, chunks = size.micro_batches // interleaved_rounds(size.micro_batches, ranks=size.stages), size.chunks
-    forward, backward = (
-        [
-            size.row(kind, stage + size.stages * chunk)[start + place]
-            for start in range(0, size.micro_batches, per_round)
-            for chunk in order
-            for place in range(per_round)
-        ]
-        for kind, order in ((FORWARD, range(chunks)), (BACKWARD, range(chunks - 1, -1, -1)))
-    )
-    return _in_turns(forward, backward, warmup=(chunks - 1) * per_round + 2 * (size.stages - 1 - stage))
 
 
 # -- One step, event by event
@@ -164,11 +139,9 @@ class PipelineRun:
         That is the time from one step to the next if no stage waits for all others before its optimizer step; with
         such a wait it is `makespan_seconds`.
         """
-        spans = []
-        for operations in self.operations:
-            _, chunk, _ = self.size.decode(operations[0])
-            start = self.end_seconds[operations[0]] - self.times[chunk].forward_seconds
-            spans.append(self.end_seconds[operations[-1]] - start)
+        ends, spans = self.end_seconds, []
+        for operations, first_chunk in zip(self.operations, self.times, strict=False):  # stage 0 has chunk 0
+            spans.append(ends[operations[-1]] - (ends[operations[0]] - first_chunk.forward_seconds))
         return max(spans)
 
     @cached_property
@@ -217,41 +190,26 @@ def simulate(
 
     Raises ToolkitError for a schedule that is impossible with these sizes.
     """
-    order = operation_order(schedule, size)
-    ends = _end_seconds(order, size, times, transfer_seconds)
-    return PipelineRun(schedule=schedule, size=size, operations=order, times=times, end_seconds=ends)
-
-
-def _end_seconds(
-    order: Sequence[Sequence[int]], size: PipelineSize, times: Sequence[ChunkTimes], transfer_seconds: float
-) -> list[float]:
-    per_row, chunks = size.micro_batches, range(size.num_chunks)
+    order, per_row, chunks = operation_order(schedule, size), size.micro_batches, range(size.num_chunks)
     seconds = [chunk[kind] for kind in KINDS for chunk in times]
     # By kind and chunk, the way from an operation to the neighbour's that it needs: neighbours are on other stages.
     needs = [step * per_row if chunk + step in chunks else 0 for step in (-1, 1) for chunk in chunks]
     delay = transfer_seconds if size.stages > 1 else 0.0
     ends = [NOT_RUN] * (len(seconds) * per_row)
 
-    def run(operations: Sequence[int]) -> Iterator[int]:
-        """Run a stage, and yield each operation whose result it needs and that has not run yet."""
+    def run(operations: Sequence[int]) -> Iterator[bool]:
+        """Run a stage, and yield where it waits for an operation of another stage."""
         now = 0.0
         for operation in operations:
             row = operation // per_row
             if needs[row]:
-                needed = operation + needs[row]
-                if ends[needed] < 0:
-                    yield needed
-                now = max(now, ends[needed] + delay)
+                while ends[operation + needs[row]] < 0:
+                    yield True
+                now = max(now, ends[operation + needs[row]] + delay)
             now += seconds[row]
             ends[operation] = now
-            if operation in waiting:
-                ready.append(waiting.pop(operation))
 
-    ready, waiting = [run(operations) for operations in order], dict[int, Iterator[int]]()
-    while ready:
-        stage = ready.pop()
-        needed = next(stage, None)
-        if needed is not None:
-            waiting[needed] = stage
-    assert not waiting, f"{size} never ends"
-    return ends
+    running = [run(operations) for operations in order]
+    while running:
+        running = [stage for stage in running if next(stage, False)]
+    return PipelineRun(schedule=schedule, size=size, operations=order, times=times, end_seconds=ends)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from toolkit.report.charts import Chart
-from toolkit.report.rendering import Table, render, rich_table
+from toolkit.report.rendering import Cell, Heading, Table, render, rich_table
+
+OF_WORDS = ("", "schedule", "stage", "policy", "verdict")
+"""Headings of columns that are not of numbers."""
 
 
-def terminal_columns() -> int:
-    """Return the width of the terminal, 100 or more: tables and timelines need them."""
-    return max(Console().width, 100)
+def table_of(rows: Sequence[Mapping[str, Cell]]) -> Table:
+    """Return a table of rows, each with the same headings."""
+    headings = tuple(Heading(text=text, numeric=text not in OF_WORDS) for text in rows[0])
+    return Table(headings=headings, rows=tuple(tuple(row.values()) for row in rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +31,7 @@ class SimulationReport:
 
     def print(self) -> None:
         """Print it as text."""
-        console = Console(width=max(terminal_columns(), 104))  # that of a model's stages, whose names stay whole
+        console = Console(width=max(Console().width, 104))  # that of a model's stages, whose names stay whole
         print(self.summary)
         for heading, content in self.sections:
             if heading and isinstance(content, Table | str):

@@ -34,10 +34,10 @@ from toolkit.plan.interconnect import Interconnect, Range
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_steps, timed_steps
 from toolkit.report.charts import Bar, BarChart
-from toolkit.report.rendering import Heading, Table, number_cell, text_cell, text_heading
+from toolkit.report.rendering import number_cell, text_cell
 from toolkit.simulate import options as defaults
 from toolkit.simulate.options import LEAST, StragglerOptions, check_ranges, refuse_given
-from toolkit.simulate.simulation_report import SimulationReport
+from toolkit.simulate.simulation_report import SimulationReport, table_of
 from toolkit.units import SECONDS_PER_HOUR, counted, gib, number
 from toolkit.units import seconds as seconds_text
 
@@ -118,11 +118,11 @@ def best_backup_workers(seconds: FloatArray, *, steps: int, communication_second
 
     The workers stay as many: one more backup worker is one gradient less per update.
     """
-    workers, rates = len(seconds), []
+    workers, rates = len(seconds), {}
     for count in range(min(workers - 1, MOST_BACKUP_WORKERS) + 1):
         run = simulate(seconds, steps=steps, backup_workers=count, communication_seconds=communication_seconds)
-        rates.append((workers - count) / run.seconds)
-    best = max(range(len(rates)), key=rates.__getitem__)
+        rates[count] = (workers - count) / run.seconds
+    best = max(rates, key=rates.__getitem__)
     return best, rates[best] / rates[0]
 
 
@@ -295,11 +295,10 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
     """Return the study for people: one row per policy, and what waiting for all workers costs."""
     rows, bars = [], []
     for row in (run.as_row() for run in study.policies):
-        cells = [number_cell(factor * row[key], digits) for _, key, factor, digits in COLUMNS]
-        rows.append((text_cell(row["policy"]), *cells))
+        numbers = {heading: number_cell(factor * row[key], digits) for heading, key, factor, digits in COLUMNS}
+        rows.append({"policy": text_cell(row["policy"]), **numbers})
         speed = row["steps_per_second"]
         bars.append((row["policy"], Bar(segments=((speed, "speed"),), text=number(speed, 3))))
-    headings = (text_heading("policy"), *(Heading(text=text) for text, *_ in COLUMNS))
     notes = list(NOTES)
     if study.all_reduce_seconds is not None:
         reduced = " to ".join(map(seconds_text, study.all_reduce_seconds))
@@ -317,7 +316,7 @@ def straggler_report(study: StragglerStudy) -> SimulationReport:
         f" worker takes {study.slowdown:.3f} times the mean compute time: {100 * (1 - 1 / study.slowdown):.1f} % of"
         f" computing and waiting is waiting. {backup}",
         sections=[
-            ("", Table(headings=headings, rows=tuple(rows))),
+            ("", table_of(rows)),
             ("Steps per second", BarChart(bars=tuple(bars))),
         ],
         notes=notes,
