@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from launching import toolkit
+from command_line import exit_code
 
 
 def write(path: Path, text: str) -> Path:
@@ -23,4 +25,6 @@ def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def listed_presets() -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads(toolkit("presets", "--json").stdout)}
+    with redirect_stdout(io.StringIO()) as printed:
+        assert exit_code("presets", "--json") == 0
+    return {row["name"]: row for row in json.loads(printed.getvalue())}
