@@ -150,7 +150,7 @@ def launched(
     own = ["--preset", preset, "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
     command = [sys.executable, "-m", "toolkit", "train", *own, *options, "--", words[0], str(folder / "out")]
     command += [*words[1:]]
-    return run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
 
 
 @pytest.mark.nightly

@@ -141,8 +141,9 @@ def torchrun_words(num_processes: int) -> list[str]:
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    return run_captured([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
+    """Run a command of the toolkit; a test that launches has it forked, on the CPU, 0.4 s of a processor faster."""
+    environment = cpu_environment() if SERVER_VARIABLE in os.environ else os.environ | {"PYTHONPATH": PYTHON_PATH}
+    return run_warm([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
 
 
 def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:
