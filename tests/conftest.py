@@ -19,10 +19,12 @@ from fork_server import HERE, SERVER_VARIABLE
 from warm_popen import fork_runs
 
 CLUSTER = "tests/cluster/"
+# Read by one worker, which parses the toolkit's modules once.
+SOURCES = ("tests/test_architecture.py", "tests/engines/test_seams.py", "tests/test_gpu_places.py")
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
-    *("tests/test_readme.py", "tests/test_architecture.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
-    *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py"),
+    *(*SOURCES, "tests/test_readme.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
+    *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py", "tests/tune/test_tune_command.py"),
 )
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -110,12 +112,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker whole files. One worker has all of the cluster's: they mostly wait, and share its processes."""
+    """Give each worker whole files, and one worker those that share something.
+
+    Those of a cluster mostly wait, and share its processes; those of the sources share what they parsed.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return CLUSTER if nodeid.startswith(CLUSTER) else super()._split_scope(nodeid)
+            groups = (group[0] for group in ((CLUSTER,), SOURCES) if nodeid.startswith(group))
+            return next(groups, None) or super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # keep the order of the collection
     return Scheduling(config, log)
