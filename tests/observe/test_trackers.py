@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SCRIPTS, cpu_environment, read, run_captured, run_warm
+from launching import SCRIPTS, cpu_environment, nightly_launch, read, run_captured, run_warm
 
 PACKAGES = {"wandb": ["wandb"], "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"], "trackio": ["trackio"]}
 
@@ -124,8 +124,7 @@ def train_job() -> Iterator[TrainJobStatus]:
         server.shutdown()
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_the_status_of_a_train_job_shows_progress_and_what_was_verified(
     train_job: TrainJobStatus, tmp_path: Path
 ) -> None:

@@ -11,7 +11,17 @@ import pytest
 import yaml
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.environment import convert_dict_to_env_variables
-from launching import CPU_PRESETS, MESH_OPTIONS, ROOT, SCRIPTS, accelerate_launch, nightly, read, torchrun
+from launching import (
+    CPU_PRESETS,
+    MESH_OPTIONS,
+    ROOT,
+    SCRIPTS,
+    accelerate_launch,
+    nightly,
+    nightly_launch,
+    read,
+    torchrun,
+)
 from scripts.write_presets import SHARED, expected_text
 
 from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
@@ -140,8 +150,7 @@ def test_a_script_that_is_not_ours_trains_as_the_preset_says(preset: str, how: s
     assert [read(tmp_path / f"rank{rank}.json") for rank in range(ranks)] == [expected] * ranks
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("how", ["loop", "trainer"])
 def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--bf16", "false") if how == "trainer" else ()
@@ -150,8 +159,7 @@ def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how
     assert "It\n  # trains in fp32 otherwise" in (YAMLS / "zero2.yaml").read_text()
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("name", ["zero2", "zero3_cpu_offload"])
 def test_a_trainer_takes_the_json_by_itself_under_torchrun(name: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--deepspeed", str(JSONS / f"{name}.json"))

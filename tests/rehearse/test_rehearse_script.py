@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, read, toolkit
+from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, nightly_launch, read, toolkit
 from model_configs import LLAMA
 
 from toolkit.errors import ToolkitError
@@ -56,8 +56,7 @@ def test_a_rank_of_a_script_holds_exactly_its_share_and_leaves_no_output(tmp_pat
     assert not (tmp_path / "run" / "training-2").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
 def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
@@ -72,8 +71,7 @@ def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
     assert list(found["other_model_bytes"]) == (["ref_model"] if script == "dpo" else [])
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
@@ -147,8 +145,7 @@ def without_weights(model: Path, folder: Path, config: dict[str, Any] | None = N
 TRACED = [(script, preset) for script in TRL_ROWS for preset in ("single", "ddp", "fsdp2")]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("script", "preset"), TRACED)
 def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(
     script: str, preset: str, tiny_model: Path, tmp_path: Path
@@ -180,8 +177,7 @@ def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("preset", "size"), [("single", 1), ("fsdp2", 8)])
 def test_an_8b_and_its_reference_model_are_traced_without_weights(
     preset: str, size: int, tiny_model: Path, tmp_path: Path
@@ -196,8 +192,7 @@ def test_an_8b_and_its_reference_model_are_traced_without_weights(
     assert found["peaks"]["step"]["total_bytes"] == pytest.approx(20 * 8_030_261_248 / size, rel=0.001)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(
     ("method", "preset", "size"), [("dpo", "single", 1), ("dpo", "fsdp2", 8), ("kto", "single", 1)]
 )
@@ -235,8 +230,7 @@ trainer.train()
 """
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("preset", "size"), [("single", "1"), ("ddp", "4"), ("fsdp2", "4")])
 def test_a_plain_trainer_is_traced_like_our_own_script_on_the_same_job(preset: str, size: str, tmp_path: Path) -> None:
     """All but the batch, of which ours has one tensor for tokens and labels, and the scalar that the loss is divided by

@@ -46,6 +46,11 @@ SAVED = {"ddp": 1, "zero2": 3, "zero2-lora": 2, "zero3": 2, "zero3-lora": 5, "fs
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state must resume too
 
 
+def nightly_launch(test: Any) -> Any:
+    """Mark a test that starts ranks, and that runs in `make test-nightly` only."""
+    return pytest.mark.launch(pytest.mark.nightly(test))
+
+
 def nightly(*values: Any) -> list[Any]:
     """Parameters of a test that run in `make test-nightly` only."""
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
