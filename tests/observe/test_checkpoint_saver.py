@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, nightly_launch, read, torchrun_preset
+from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, nightly, nightly_launch, read, torchrun_preset
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
@@ -71,9 +71,7 @@ def test_a_background_checkpoint_has_the_same_tensors(saved_job: list[str], save
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "moment", ["rename:0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("shards:1", "checksums:0"))]
-)
+@pytest.mark.parametrize("moment", ["rename:0", *nightly("shards:1", "checksums:0")])
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     moment: str, saved_job: list[str], saved_runs: Runs, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SCRIPTS, cpu_environment, nightly_launch, read, run_captured, run_warm
+from launching import SCRIPTS, cpu_environment, nightly, nightly_launch, read, run_captured, run_warm
 
 PACKAGES = {"wandb": ["wandb"], "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"], "trackio": ["trackio"]}
 
@@ -70,9 +70,7 @@ TOLD = {"tensorboard": told_tensorboard, "wandb": told_wandb, "mlflow": told_mlf
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "tracker", ["tensorboard", *(pytest.param(name, marks=pytest.mark.nightly) for name in list(TOLD)[1:])]
-)
+@pytest.mark.parametrize("tracker", ["tensorboard", *nightly("wandb", "mlflow", "trackio")])
 def test_a_tracker_shows_what_was_verified_beside_the_trainers_own_values(
     tracker: str, tmp_path: Path, tracker_folder: Any
 ) -> None:
