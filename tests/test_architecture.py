@@ -4,8 +4,6 @@ CONTRIBUTING.md explains both walls. Imports are read from the syntax trees, so 
 for type checking count as well.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache

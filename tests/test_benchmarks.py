@@ -1,7 +1,5 @@
 """Every benchmark can be imported, and its records name no machine."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """Errors of a program: two lines and an exit code, whatever went wrong and whatever the machine is like."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """examples/: each is linted, planned and dry-run as it is typed; scripts and notebook train on two CPU ranks."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """`make gpu-check`: it resumes, keeps to its time, makes a row of what fails, and writes a file without names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

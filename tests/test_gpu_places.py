@@ -1,7 +1,5 @@
 """Everything in toolkit/ that only CUDA reaches is listed in benchmarks/gpu/places.md, with what runs it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The wheel in clean environments outside the clone: what a light install answers, and what `[train]` runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """accelerate's own test passes unchanged under our presets on two CPU ranks; TRL's scripts: observe/, compare/."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from importlib.util import find_spec

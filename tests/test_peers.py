@@ -1,7 +1,5 @@
 """The comparison with other programs: what each is given, how runs are read, and what the table says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

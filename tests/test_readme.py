@@ -7,8 +7,6 @@ A comment before a ```bash block says how it is tested, with its substitutions. 
 It writes those of the docs too: `build` (docs/site/reference_blocks.py) and `planned` (docs/test_planned_figures.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import doctest
 import functools

@@ -1,7 +1,5 @@
 """Every command with `--json` prints one JSON document in each of its modes, also where it refuses or fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

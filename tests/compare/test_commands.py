@@ -1,7 +1,5 @@
 """A real comparison of presets on a tiny Llama, killed and resumed: its trials, side runs, results and report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

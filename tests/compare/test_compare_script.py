@@ -1,7 +1,5 @@
 """Comparisons of a script that somebody else wrote: trials of its first training, checked against each other."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Three faults injected into live ranks, each caught by the check meant for it: 33 were (docs/evidence/trust.md)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

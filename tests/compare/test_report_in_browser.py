@@ -1,7 +1,5 @@
 """report.html in headless Chromium: it runs without errors, its tables sort, and it fits a phone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

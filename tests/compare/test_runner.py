@@ -1,7 +1,5 @@
 """How a comparison runs: progress, side runs, and the search for the largest batch, also under a memory limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A converted configuration trains, and has the losses of the other tool.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

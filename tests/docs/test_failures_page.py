@@ -1,7 +1,5 @@
 """The page of failures has the installed libraries' own messages, and each cure makes its message go away."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

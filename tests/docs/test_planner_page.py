@@ -1,7 +1,5 @@
 """The planner page in headless Chromium: its JSON is the command line's, and what a reader sees, hears and types."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex

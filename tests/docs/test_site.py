@@ -1,7 +1,5 @@
 """The docs site builds without a warning, loads nothing from the network, and works in headless Chromium."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

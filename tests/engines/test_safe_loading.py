@@ -1,7 +1,5 @@
 """Nothing that a checkpoint's pickle names is run: not by export, verify, convert or resuming."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

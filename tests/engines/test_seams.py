@@ -1,7 +1,5 @@
 """Every private name of a library that the toolkit uses is a row of `seams.py`, and the installed versions have it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

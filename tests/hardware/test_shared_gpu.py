@@ -1,7 +1,5 @@
 """Several real ranks on one GPU: what each rank's environment is, and which NCCL decides it. The GPUs are names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

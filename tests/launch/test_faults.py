@@ -1,7 +1,5 @@
 """Faults provoked for real on two ranks: killed, stopped, hanging, starved, diverged, a full disk, a folder in use."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

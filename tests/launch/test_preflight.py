@@ -1,7 +1,5 @@
 """Checks of a job before any rank starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

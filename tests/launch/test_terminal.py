@@ -1,7 +1,5 @@
 """A terminal gets one live line and no noise of libraries; a pipe gets plain lines. On a real pseudo-terminal."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A training loop on accelerate alone is observed by one line, and recorded as a Trainer is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 A row says how a script of `cases/` ends, and what its observed run says besides what it prints alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

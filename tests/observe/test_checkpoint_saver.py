@@ -3,8 +3,6 @@
 `saved_runs` has the same job, saved while training stands still.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import threading

@@ -1,7 +1,5 @@
 """Somebody's script runs unchanged under `python -m toolkit.observe`: its own exit code, and a true run folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Nothing assumes a causal language model: other models, Trainers and collators are verified and recorded too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run's trackers show of it: real W&B, TensorBoard, MLflow and Trackio, without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The page of `toolkit page` in headless Chromium: what a reader sees, and that the server's rules let it work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A pipeline that does not simply run to its end: signals, exhausted memory, the best checkpoint, another schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A preset's file works alone: from any directory, with a script of somebody who has never heard of the toolkit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`toolkit preset show | export`: files that hold from any working directory, and nothing overwritten by accident."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

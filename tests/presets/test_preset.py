@@ -1,7 +1,5 @@
 """Presets: what their files specify, and which files are refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Preset.training_arguments` puts the same strategy in effect in a user's script as accelerate's launcher does."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

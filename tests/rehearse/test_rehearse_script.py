@@ -1,7 +1,5 @@
 """Somebody's script is rehearsed unchanged: as one rank of N, or traced on fake tensors without weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

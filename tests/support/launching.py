@@ -1,7 +1,5 @@
 """Start real distributed runs for tests: through `accelerate launch`, `torchrun` and the toolkit's own commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Preset files that tests write, and the presets that the command line lists."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

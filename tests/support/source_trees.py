@@ -1,7 +1,5 @@
 """The toolkit's modules and their syntax trees, parsed and walked once in a process."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

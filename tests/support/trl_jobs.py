@@ -1,7 +1,5 @@
 """Small jobs for TRL's own scripts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The preset and world size of a launch: from the launcher's own command line, or the environment under torchrun."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

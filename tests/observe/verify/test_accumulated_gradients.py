@@ -1,7 +1,5 @@
 """Gradients between accumulation steps on two real ranks: their bytes, what is sent for them, and the losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

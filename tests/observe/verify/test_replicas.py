@@ -1,7 +1,5 @@
 """Ranks that hold the same weights hold the same values: after the first step, at a save and at the end."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two-rank runs on streamed rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

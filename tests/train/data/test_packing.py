@@ -1,7 +1,5 @@
 """Packing of rows into sequences whose documents do not attend to each other, measured on a live model."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from pathlib import Path

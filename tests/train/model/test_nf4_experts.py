@@ -1,7 +1,5 @@
 """Fused experts in 4 bits: the problem that decoded weights give, no decoded weight kept, adapters that load again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
