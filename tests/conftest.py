@@ -146,6 +146,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.environ[SERVER_VARIABLE] = given.get(SERVER_VARIABLE) or fork_server()
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; its own loop of events would be in the way of other modules' tests."""
+    from browser import chromium
+
+    with chromium() as started:
+        yield started
+
+
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """SmolLM2-135M-Instruct, a folder of fp32 safetensors."""

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page, overflow
+from browser import DESKTOP, PHONE, open_page, overflow
 from playwright.sync_api import Browser, ViewportSize
 from results_documents import Tags
 
@@ -40,12 +40,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warnings = [line for line in built.stderr.splitlines() if not line.startswith("INFO ")]
     assert (built.returncode, built.stdout, warnings) == (0, "", [])
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 def html(site: Path, page: str) -> str:
