@@ -5,7 +5,7 @@ for type checking count as well.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -32,16 +32,13 @@ def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    if isinstance(tree, ast.Import):
-        yield from (alias.name for alias in tree.names)
-    elif isinstance(tree, ast.ImportFrom):
-        assert not tree.level, "imports are absolute"
-        yield from (f"{tree.module}.{alias.name}" for alias in tree.names)
-    for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an expression imports nothing
-        statements = getattr(tree, block, ())
-        for statement in statements if isinstance(statements, list) else ():
-            yield from imports(statement)
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @cache
@@ -53,7 +50,7 @@ def module_graph() -> Mapping[str, frozenset[str]]:
 
     return {
         name_of(path): frozenset(
-            module_of(name) for name in imports(tree_of(path)) if name == "toolkit" or name.startswith("toolkit.")
+            module_of(name) for name in imports(nodes_of(path)) if name == "toolkit" or name.startswith("toolkit.")
         )
         for path in MODULES
     }
@@ -82,7 +79,7 @@ def test_modules_cycles_and_imports_inside_functions_are_found() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
     assert import_cycle({"a": {"b"}, "b": set()}) == []
     tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")
-    assert set(imports(tree)) == {"torch.nn", "toolkit.train.script"}
+    assert set(imports(ast.walk(tree))) == {"torch.nn", "toolkit.train.script"}
 
 
 @pytest.mark.parametrize("graph", [package_graph, module_graph])
