@@ -267,6 +267,7 @@ def saved_runs(build_once: BuildOnce, saved_job: list[str]) -> dict[str, Path]:
         ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
         assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
+    gc.freeze()  # a reader of checkpoints collects garbage when it closes its files
     return LazyRuns(lambda case: build_once(f"saved_{case}", partial(train, case)) / case)
 
 
