@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -18,10 +19,12 @@ from fork_server import HERE, SERVER_VARIABLE
 from warm_popen import fork_runs
 
 CLUSTER = "tests/cluster/"
+# Read by one worker, which parses the toolkit's modules once.
+SOURCES = ("tests/test_architecture.py", "tests/engines/test_seams.py", "tests/test_gpu_places.py")
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
-    *("tests/test_readme.py", "tests/test_architecture.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
-    *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py"),
+    *(*SOURCES, "tests/test_readme.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
+    *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py", "tests/tune/test_tune_command.py"),
 )
 
 BuildOnce = Callable[[str, Callable[[Path], object]], Path]
@@ -82,11 +85,16 @@ def _has_gpu() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import test modules without the garbage collector, which would look through all libraries again and again."""
+    """Import test modules without the garbage collector, which would look through all libraries again and again.
+
+    Afterwards it seldom runs, for tests import more libraries: it took 15 % of the time of those that start no process.
+    """
     from toolkit.observe.rank_process import garbage_collector_off
 
     with garbage_collector_off():
-        return (yield)
+        collected = yield
+    gc.set_threshold(100_000, 20, 20)
+    return collected
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,12 +112,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker whole files. One worker has all of the cluster's: they mostly wait, and share its processes."""
+    """Give each worker whole files, and one worker those that share something.
+
+    Those of a cluster mostly wait, and share its processes; those of the sources share what they parsed.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return CLUSTER if nodeid.startswith(CLUSTER) else super()._split_scope(nodeid)
+            groups = (group[0] for group in ((CLUSTER,), SOURCES) if nodeid.startswith(group))
+            return next(groups, None) or super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # keep the order of the collection
     return Scheduling(config, log)
@@ -132,6 +144,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         given = getattr(item.config, "workerinput", {})  # of the process that started this worker
         os.environ[SERVER_VARIABLE] = given.get(SERVER_VARIABLE) or fork_server()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; its own loop of events would be in the way of other modules' tests."""
+    from browser import chromium
+
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -246,6 +267,7 @@ def saved_runs(build_once: BuildOnce, saved_job: list[str]) -> dict[str, Path]:
         ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *words, str(folder / case))
         assert ended.returncode == 0, f"{case}:\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
+    gc.freeze()  # a reader of checkpoints collects garbage when it closes its files
     return LazyRuns(lambda case: build_once(f"saved_{case}", partial(train, case)) / case)
 
 

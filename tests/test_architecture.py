@@ -4,10 +4,8 @@ CONTRIBUTING.md explains both walls. Imports are read from the syntax trees, so 
 for type checking count as well.
 """
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,13 +14,12 @@ import pytest
 from cluster_jobs import write_inputs
 from launching import ROOT, nightly
 from loaded_modules import HEAVY, loaded_after, run_forked_commands
+from source_trees import MODULES, nodes_of, tree_of
 
-PACKAGE = ROOT / "toolkit"
 LLAMA_8B = str(ROOT / "tests" / "fixtures" / "llama-8b")
 
 # Libraries that a light command may load for its work, but not to print its help.
 NOT_FOR_HELP = {"jinja2", "numpy"}  # pydantic is not among them: Typer 0.29 imports it itself
-MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -35,21 +32,13 @@ def package_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
-
-
-def imports(tree: ast.AST) -> Iterator[str]:
-    if isinstance(tree, ast.Import):
-        yield from (alias.name for alias in tree.names)
-    elif isinstance(tree, ast.ImportFrom):
-        assert not tree.level, "imports are absolute"
-        yield from (f"{tree.module}.{alias.name}" for alias in tree.names)
-    for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an expression imports nothing
-        statements = getattr(tree, block, ())
-        for statement in statements if isinstance(statements, list) else ():
-            yield from imports(statement)
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @cache
@@ -61,7 +50,7 @@ def module_graph() -> Mapping[str, frozenset[str]]:
 
     return {
         name_of(path): frozenset(
-            module_of(name) for name in imports(parsed(path)) if name == "toolkit" or name.startswith("toolkit.")
+            module_of(name) for name in imports(nodes_of(path)) if name == "toolkit" or name.startswith("toolkit.")
         )
         for path in MODULES
     }
@@ -90,7 +79,7 @@ def test_modules_cycles_and_imports_inside_functions_are_found() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "c", "b", "a"]
     assert import_cycle({"a": {"b"}, "b": set()}) == []
     tree = ast.parse("def f():\n    import torch.nn\nif TYPE_CHECKING:\n    from toolkit.train import script\n")
-    assert set(imports(tree)) == {"torch.nn", "toolkit.train.script"}
+    assert set(imports(ast.walk(tree))) == {"torch.nn", "toolkit.train.script"}
 
 
 @pytest.mark.parametrize("graph", [package_graph, module_graph])
@@ -132,9 +121,9 @@ BRANCHES = {"observe": 5, "plan": 10, "checkpoint": 1}
 NAMES_DEEPSPEED = 15  # files: keys of configurations, what users read, and the plan
 
 
-def branches_on_engines(tree: ast.AST) -> Iterator[str]:
+def branches_on_engines(path: Path) -> Iterator[str]:
     """Yield comparisons of something called an engine or a sharding with a word for one, and tables by such words."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Compare):
             words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
             if words & ENGINE_WORDS and ("engine" in (text := ast.unparse(node)) or "sharding" in text):
@@ -145,10 +134,10 @@ def branches_on_engines(tree: ast.AST) -> Iterator[str]:
                 yield f"a table by {sorted(keys & ENGINE_WORDS)}"
 
 
-def words_of_code(tree: ast.AST) -> Iterator[str]:
+def words_of_code(path: Path) -> Iterator[str]:
     """Yield names and texts, but no docstrings."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
+    for node in nodes_of(path):
         if id(node) not in docstrings:
             yield from (value for _, value in ast.iter_fields(node) if isinstance(value, str))
 
@@ -156,20 +145,20 @@ def words_of_code(tree: ast.AST) -> Iterator[str]:
 def test_few_files_outside_of_the_engines_name_deepspeed() -> None:
     packages = {path: package_of(name_of(path)) for path in MODULES}
     others = [path for path, package in packages.items() if package not in ("engines", "lint", "convert")]
-    naming = [path for path in others if any("deepspeed" in word.lower() for word in words_of_code(parsed(path)))]
+    naming = [path for path in others if any("deepspeed" in word.lower() for word in words_of_code(path))]
     assert len(naming) <= NAMES_DEEPSPEED, sorted(map(str, naming))
 
 
 def test_what_an_engine_does_is_asked_of_it_and_not_of_its_name() -> None:
     found: dict[str, list[str]] = {}
     for path in MODULES:
-        found.setdefault(package_of(name_of(path)), []).extend(branches_on_engines(parsed(path)))
+        found.setdefault(package_of(name_of(path)), []).extend(branches_on_engines(path))
     others = {package: texts for package, texts in found.items() if texts and package != "engines"}
     assert {package: texts for package, texts in others.items() if len(texts) > BRANCHES.get(package, 0)} == {}
 
 
 def test_every_module_has_a_docstring() -> None:
-    assert [name_of(path) for path in MODULES if not ast.get_docstring(parsed(path))] == []
+    assert [name_of(path) for path in MODULES if not ast.get_docstring(tree_of(path))] == []
 
 
 def test_no_module_has_a_name_that_could_hold_anything() -> None:
@@ -181,7 +170,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     names = [
         node.name
         for path in MODULES
-        for node in parsed(path).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

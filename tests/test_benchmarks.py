@@ -1,7 +1,5 @@
 """Every benchmark can be imported, and its records name no machine."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from deviating_runs import DEVIATIONS
 from launching import ROOT
+from source_trees import nodes_of
 
 FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
@@ -123,7 +122,7 @@ def places_that_report() -> dict[str, int]:
 
 
 def functions_of(path: Path) -> Iterator[ast.FunctionDef]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    yield from (node for node in nodes_of(path) if isinstance(node, ast.FunctionDef))
 
 
 def test_every_field_that_verification_compares_has_a_deviation_or_the_reason_why_it_has_none(record: Any) -> None:

@@ -1,7 +1,5 @@
 """examples/: each is linted, planned and dry-run as it is typed; scripts and notebook train on two CPU ranks."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -13,7 +11,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import PYTHON_PATH, ROOT, cpu_environment, nightly, read, run_bash, torchrun
+from launching import PYTHON_PATH, ROOT, cpu_environment, nightly, nightly_launch, read, run_bash, torchrun
 
 from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
@@ -214,16 +212,14 @@ def run_script(name: str, preset: str, model: Path, output: Path, *options: str,
     return output / "checkpoint-2"
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_trainer_script_of_ones_own_trains_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("own_trainer.py", "zero3", tiny_model, tmp_path)
     # ZeRO-3 shards the parameters: one file of them per rank.
     assert len(list(checkpoint.glob("global_step2/zero_pp_rank_*_mp_rank_00_model_states.pt"))) == 2
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_path: Path) -> None:
     run_script("tensor_parallel.py", "tp", tiny_model, tmp_path, "--tp", "2", log="")
     before, after = (read_weights(folder) for folder in (tiny_model, tmp_path))
@@ -231,8 +227,7 @@ def test_a_model_whose_layers_are_split_is_saved_whole(tiny_model: Path, tmp_pat
     assert shapes == {name: weight.shape for name, weight in before.items()}
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_trls_trainer_trains_an_adapter_under_its_preset(tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = run_script("with_trl.py", "zero2", tiny_model, tmp_path)
     assert (checkpoint / "adapter_model.safetensors").is_file()
@@ -240,8 +235,7 @@ def test_trls_trainer_trains_an_adapter_under_its_preset(tiny_model: Path, tmp_p
     assert len(list(checkpoint.glob("global_step2/*zero_pp_rank_*_mp_rank_00_optim_states.pt"))) == 2
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_dpo_script_that_knows_nothing_of_the_toolkit_is_verified_and_exported(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -256,8 +250,7 @@ def test_a_dpo_script_that_knows_nothing_of_the_toolkit_is_verified_and_exported
     assert any(name.endswith("lora_B.weight") for name in read_weights(tmp_path / "adapter"))
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_grpo_script_with_one_line_of_the_toolkit_is_verified_and_recorded(tiny_model: Path, tmp_path: Path) -> None:
     words = ["--preset", "zero2", "--model", str(tiny_model), "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
     ended = torchrun(str(EXAMPLES / "with_grpo.py"), *words, "--max_completion_length", "8", num_processes=2)
@@ -268,8 +261,7 @@ def test_a_grpo_script_with_one_line_of_the_toolkit_is_verified_and_recorded(tin
     assert run["checkpoints_folder"] == str(tmp_path / "run" / "checkpoints")
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_the_notebook_runs_from_top_to_bottom(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat

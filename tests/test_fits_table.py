@@ -1,7 +1,5 @@
 """README's table of what fits: the recommended preset for public models on two kinds of hardware, planned."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

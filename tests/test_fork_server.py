@@ -1,7 +1,5 @@
 """A forked process is the one that a cold start gives: its environment, its interpreter, its end, and its losses."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`make gpu-check`: it resumes, keeps to its time, makes a row of what fails, and writes a file without names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launching import PYTHON_PATH, ROOT, cpu_environment, run_bash, run_captured
+from launching import PYTHON_PATH, ROOT, cpu_environment, nightly_launch, run_bash, run_captured
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -356,8 +354,7 @@ def test_make_runs_the_check_without_a_set_up(tmp_path: Path) -> None:
     assert ended.stdout.split()[:3] == ["part", "minutes", "teaches"], ended.stderr
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_every_part_is_tried_whole_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "check.py"), "--tiny", "--output", str(tmp_path)]
     for name in check.PARTS:

@@ -1,7 +1,5 @@
 """Everything in toolkit/ that only CUDA reaches is listed in benchmarks/gpu/places.md, with what runs it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -10,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launching import ROOT
+from source_trees import MODULES, tree_of
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -32,9 +31,9 @@ NO_GPU_NEEDED = {
 }
 
 
-def places(source: str) -> set[str]:
+def places(tree: ast.Module) -> set[str]:
     """Return the functions, as `Class.method`, whose code (not docstrings, not annotations) names a GPU."""
-    tree, found = ast.parse(source), set[str]()
+    found = set[str]()
 
     def visit(node: ast.AST, name: tuple[str, ...]) -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -80,12 +79,12 @@ def move(tensor):
 def read(gpu):
     return gpu.read("nvmlDeviceGetName")
 '''
-    assert places(source) == {"Timer.now", "move", "read"}
+    assert places(ast.parse(source)) == {"Timer.now", "move", "read"}
 
 
 def test_every_place_that_only_cuda_reaches_is_in_the_table_and_nothing_else_is() -> None:
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "toolkit").rglob("*.py")}
-    found = {path: places(source) for path, source in sources.items() if OF_A_GPU.search(source)}
+    named = [path for path in MODULES if OF_A_GPU.search(path.read_text())]
+    found = {str(path.relative_to(ROOT)): places(tree_of(path)) for path in named}
     found = {path: names - NO_GPU_NEEDED.get(path, set()) for path, names in found.items()}
     assert {path: set(names) for path, names in listed().items()} == {
         path: names for path, names in found.items() if names

@@ -1,7 +1,5 @@
 """The grid of the GPU validation is registered and balanced; its script runs on a CPU, resumes, and sums up errors."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

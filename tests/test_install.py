@@ -1,7 +1,5 @@
 """The wheel in clean environments outside the clone: what a light install answers, and what `[train]` runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from launching import ROOT, nightly_launch
 from served_page import served_page
 from wheels import build_wheel
 
@@ -149,8 +147,7 @@ def test_a_wheel_installed_by_another_program_answers_the_same(install: object, 
     check_light_commands(install(wheel, tmp_path), tmp_path)  # type: ignore[operator]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_with_the_extras_two_ranks_train_and_presets_are_compared_from_any_directory(
     wheel: Path, tmp_path: Path, tiny_model: Path
 ) -> None:

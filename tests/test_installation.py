@@ -1,7 +1,5 @@
 """Libraries out of the range that the toolkit declares are named before a run, with the line that brings them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

@@ -4,8 +4,6 @@ In environments of their own, from the index that pip is configured with. The ne
 build, which runs on a CPU too.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The MCP server returns what the command line prints; the real client of the `mcp` package asks it over stdio."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 The same examples in every run (`derandomize`); 20,000 others were tried once (docs/evidence/trust.md).
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

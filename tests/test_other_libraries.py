@@ -1,14 +1,12 @@
 """accelerate's own test passes unchanged under our presets on two CPU ranks; TRL's scripts: observe/, compare/."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import accelerate_launch
+from launching import accelerate_launch, nightly_launch
 
 from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
 from toolkit.presets import load_preset
@@ -34,8 +32,7 @@ def launch(preset: str, folder: Path, script: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
 def test_accelerates_own_test_passes_in_two_processes(preset: str, tmp_path: Path) -> None:
     """It checks process control, random states and data loaders, and without DeepSpeed also training."""

@@ -1,7 +1,5 @@
 """The comparison with other programs: what each is given, how runs are read, and what the table says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, cpu_environment, run_warm
+from launching import ROOT, cpu_environment, nightly_launch, run_warm
 
 from toolkit.convert.conversion import convert_file
 from toolkit.job.argument_reading import read_arguments
@@ -200,8 +198,7 @@ def test_the_wait_for_a_turn_is_no_part_of_a_steps_time() -> None:
     assert waited["tokens_per_cpu_second"] == 2 * 32 / (2 * 2 * 0.25)
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("turns", [[], ["--in-turns"]], ids=["one by one", "in turns"])
 def test_a_bare_trainer_and_the_toolkit_train_the_same_job(turns: list[str], tmp_path: Path) -> None:
     words = [*turns, "--work", str(tmp_path / "work"), "--peers", "bare", "toolkit", "--jobs", "single-full"]

@@ -7,8 +7,6 @@ A comment before a ```bash block says how it is tested, with its substitutions. 
 It writes those of the docs too: `build` (docs/site/reference_blocks.py) and `planned` (docs/test_planned_figures.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import doctest
 import functools
@@ -24,7 +22,7 @@ from pathlib import Path
 import pytest
 
 sys.path += [str(Path(__file__).with_name(name)) for name in ("support", "warm_starts")]  # run as a program
-from command_line import parsed
+from command_line import parsed, run_command
 from launching import ROOT, cpu_environment, nightly, run_bash
 from reference_blocks import BLOCK, BUILT, measured_table, with_blocks
 from simulated_throughput import throughput_table
@@ -42,6 +40,7 @@ RUN_FOLDER = ROOT / "docs" / "reference" / "run-folder.md"
 PAGES = [README, CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
 UPDATE = "run: PYTHONPATH=docs/site python tests/test_readme.py"
 EXAMPLE = "examples/lora_8b.yaml"
+OURS = ("accelerate_configs", "ds_configs", "examples")
 WITHOUT_A_LINE = {"toolkit/__init__.py", "toolkit/__main__.py", "toolkit/py.typed", "toolkit/_version.py"}
 
 
@@ -166,9 +165,9 @@ def test_the_variables_of_a_tutorial_are_the_demos_model_and_data(real_model: Pa
     assert (shown.returncode, shown.stdout.split()) == (0, [str(real_model), str(faq_alpaca)])
 
 
-def test_our_own_configuration_files_have_no_findings() -> None:
-    shown = run_bash("toolkit lint accelerate_configs ds_configs examples", cpu_environment())
-    assert (shown.returncode, shown.stdout) == (0, ""), shown.stderr
+def test_our_own_configuration_files_have_no_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run_command(["lint", *(str(ROOT / each) for each in OURS)], capsys)
+    assert (code, shown) == (0, "")
 
 
 def test_every_toolkit_command_of_a_page_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """`make release`: the same bytes from the same commit, and nothing in them that must not be published."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import zipfile

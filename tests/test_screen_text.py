@@ -1,7 +1,5 @@
 """Text on a terminal of 80 columns, wrapped and in colour, and in a pipe, as it is. Each command runs on a real pty."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What is written down or read from the source of the installed libraries is what they have once imported."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from toolkit.job.trainer_schema import trainer_schema

@@ -1,7 +1,5 @@
 """A dataclass of options becomes a command's flags, and the command receives it back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

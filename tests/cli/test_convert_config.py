@@ -1,7 +1,5 @@
 """The command `toolkit convert-config`: what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

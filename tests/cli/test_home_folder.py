@@ -1,7 +1,5 @@
 """`~` in a path, quoted or in a YAML file, means the home folder in every command and for launcher and ranks alike."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,11 +1,10 @@
 """Every command with `--json` prints one JSON document in each of its modes, also where it refuses or fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,17 +161,17 @@ MODES: dict[str, dict[str, tuple[int, bool]]] = {
 }
 
 
-@pytest.fixture
-def run(
-    tmp_path: Path,
-    tiny_model: Path,
-    faq_alpaca: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Run:
-    """Run a command in a folder with what the modes name; the ranks of a rehearsal fail."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(faq_alpaca, "rows.jsonl")
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca: Path) -> Path:
+    """A folder with what the modes name."""
+    folder = tmp_path_factory.mktemp("inputs")
+    with chdir(folder):
+        write_inputs(tiny_model, faq_alpaca)
+    return folder
+
+
+def write_inputs(model: Path, data: Path) -> None:
+    shutil.copy(data, "rows.jsonl")
     shutil.copy(FIXTURES / "axolotl.yaml", ".")
     Path("script.py").write_text("from transformers import Trainer\n")
     Path("clean.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}')
@@ -196,13 +195,21 @@ def run(
         subprocess.run([*git, *words], check=True, capture_output=True)
     shutil.copy("bad.json", "changed.json")
     subprocess.run([*git, "commit", "-am", "two"], check=True, capture_output=True)
-    job = ("--model_name_or_path", str(tiny_model), "--dataset", "rows.jsonl", "--max_steps", "8")
+    job = ("--model_name_or_path", str(model), "--dataset", "rows.jsonl", "--max_steps", "8")
     words = {"preset": ("ddp", "zero2"), "cpu": True, "num_processes": ("2",), "repeats": 1}
     options = CompareOptions(output_dir=Path("stopped"), training_arguments=job, **words)
     open_comparison(options.output_dir, make_specification(options), resume=False)
     for preset in options.preset:
         Ledger(options.output_dir / "ledger.jsonl").append(trial(preset, 0))
         RunFolder(Path(f"stopped/trials/{preset}-n2-r0")).update_run(hardware=HARDWARE, versions={})
+
+
+@pytest.fixture
+def run(
+    inputs: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Run:
+    """Run a command in a folder of its own; the ranks of a rehearsal fail."""
+    monkeypatch.chdir(shutil.copytree(inputs, tmp_path, dirs_exist_ok=True))
     failed = SimpleNamespace(failure={"message": "why", "hint": "what"}, status="failed", exit_code=1)
     monkeypatch.setattr(rehearsal, "rehearse_once", lambda *_, **__: (failed, None))
 

@@ -1,7 +1,5 @@
 """The command `toolkit lint`: what it prints, its exit codes, and the files that it fixes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every `--help` renders, and the ecosystem's habits on the command line: underscores, and other tools' words."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

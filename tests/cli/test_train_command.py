@@ -1,7 +1,5 @@
 """`toolkit train` before a run starts: its defaults, shipped examples, the demo by name, and what it checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Results that the tests of the report change."""
 
-from __future__ import annotations
-
 import pytest
 from results_documents import FIXTURES, Document, read
 

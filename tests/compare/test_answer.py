@@ -1,7 +1,5 @@
 """The answer names a preset only where the intervals decide: docs/concepts/compare.md has the rule."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows are made of their repeats, the planner and side runs; FLOPs, MFU and cost by hand for the tiny Llama."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

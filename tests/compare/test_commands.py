@@ -1,18 +1,16 @@
 """A real comparison of presets on a tiny Llama, killed and resumed: its trials, side runs, results and report."""
 
-from __future__ import annotations
-
+import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_PATH, ROOT, read, toolkit
+from fork_server import fork_process
+from launching import ROOT, cpu_environment, fork_server, read, toolkit
 
 from toolkit.compare.results import Results, load_results
 
@@ -56,15 +54,14 @@ def results(finished: Path) -> Results:
 
 def run_until(command: list[str], number: signal.Signals, when: Callable[[], bool]) -> str:
     words = [sys.executable, "-m", "toolkit", *command]
-    env = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    started = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 600
-    while not when():
-        assert time.monotonic() < deadline, "waited too long"
-        assert started.poll() is None, started.communicate()[0]
-        time.sleep(0.05)
-    started.send_signal(number)
-    return started.communicate(timeout=300)[0]
+    with contextlib.chdir(ROOT), fork_process(fork_server(), words, environment=cpu_environment()) as started:
+        deadline = time.monotonic() + 600
+        while not when():
+            assert time.monotonic() < deadline, "waited too long"
+            assert started.poll() is None, started.stdout.read()
+            time.sleep(0.02)
+        started.send_signal(number)
+        return str(started.stdout.read())
 
 
 def log_of(folder: Path, trial: str) -> str:

@@ -1,14 +1,12 @@
 """Comparisons of a script that somebody else wrote: trials of its first training, checked against each other."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comparison_records import aggregate_rows, checked_comparison, comparison, trial
-from launching import SCRIPTS, read, toolkit
+from launching import SCRIPTS, nightly_launch, read, toolkit
 from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.compare.build_results import build_results
@@ -49,8 +47,7 @@ def results(finished: Path) -> Results:
     return load_results(finished / "cmp")
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_rows_of_somebodys_script_agree_unless_it_trains_another_problem_or_contradicts_its_preset(
     results: Results,
 ) -> None:
@@ -63,8 +60,7 @@ def test_rows_of_somebodys_script_agree_unless_it_trains_another_problem_or_cont
     assert (zero2.tokens_per_second or 0) > 0
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_trial_ends_with_its_training_and_leaves_nothing_outside_of_its_folder(finished: Path) -> None:
     """The script saves and evaluates in each step, and saves its model into a folder of its own afterwards."""
     for name in ("ddp-n2-r0", "zero2-n2-r0"):
@@ -79,8 +75,7 @@ def test_a_trial_ends_with_its_training_and_leaves_nothing_outside_of_its_folder
     assert not list(finished.rglob("*.safetensors"))
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_report_names_the_script_its_arguments_and_what_its_trainer_had(finished: Path, results: Results) -> None:
     job = results.job
     assert (job.script, job.model, job.dataset, job.stop_after_steps) == (str(SCRIPT), None, None, 3)

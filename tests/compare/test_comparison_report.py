@@ -3,8 +3,6 @@
 results.json is read again as it was written; what cannot be used is refused by name.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

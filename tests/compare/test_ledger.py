@@ -1,7 +1,5 @@
 """Records are read from run folders alone; their ledger survives a kill at any byte. A damaged line or key is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

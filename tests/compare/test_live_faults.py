@@ -1,14 +1,11 @@
 """Three faults injected into live ranks, each caught by the check meant for it: 33 were (docs/evidence/trust.md)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from launching import ROOT, read
+from launching import ROOT, nightly_launch, read
 
 from toolkit.compare.results import load_results
 
@@ -17,8 +14,7 @@ FAULTY_RANKS = ROOT / "tests" / "support" / "faulty_ranks"
 FAULTS = {"bf16_adam": "optimizer_dtype", "no_clipping": "gradient norm at the optimizer", "order_on_rank_1": None}
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_an_injected_fault_fails_its_own_check_and_has_no_speed_and_a_trial_without_one_passes_all(
     tmp_path: Path, tiny_job: list[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """Parity: trials in which one thing is changed, each caught by its own check."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A dry run: each trial's memory, duration and cost, from the planner or the ledger, and nothing that starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,22 +1,13 @@
 """report.html in headless Chromium: it runs without errors, its tables sort, and it fits a phone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page
+from browser import DESKTOP, PHONE, open_page
 from playwright.sync_api import Browser, ViewportSize
 from results_documents import FIXTURES, read, write_report
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """How a comparison runs: progress, side runs, and the search for the largest batch, also under a memory limit."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 from comparison_records import comparison, comparison_runner, failure, probe, trial
 from fork_server import SERVER_VARIABLE
-from launching import ROOT, TINY_SIZES, read
+from launching import ROOT, TINY_SIZES, nightly_launch, read
 from random_models import random_llama
 
 from toolkit.compare.build_results import aggregate_trials
@@ -144,8 +142,7 @@ def test_a_row_that_runs_at_no_size_is_one_failure_however_often_it_is_resumed(
 DATA_LIMIT_BYTES = 23 * 2**30 // 10
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_search_runs_into_a_limit_of_host_memory_and_the_comparison_completes(tmp_path: Path, tokenizer: Any) -> None:
     """Ranks inherit the limit. Which sizes run depends on the node; that all up to the largest do, does not."""
     random_llama(tmp_path / "model", tokenizer, **TINY_SIZES)

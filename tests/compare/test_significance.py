@@ -1,7 +1,5 @@
 """Intervals of speeds and ratios, against tables and sampling and on a preset compared with itself; then ranks."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The options and specification of a comparison: its trials, and the file that a resumed one must match."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

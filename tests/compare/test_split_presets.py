@@ -1,7 +1,5 @@
 """A real comparison of `ddp` with presets that split layers and sequences, on four ranks with the same sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables show the columns that some row has; bars are to scale, labels where they belong."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

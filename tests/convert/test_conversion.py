@@ -3,8 +3,6 @@
 A converted configuration trains, and has the losses of the other tool.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -15,7 +13,7 @@ import pytest
 import yaml
 from command_line import run_command
 from conversions import convert_text
-from launching import ROOT, accelerate_launch, cpu_environment, read, run_warm
+from launching import ROOT, accelerate_launch, cpu_environment, nightly_launch, read, run_warm
 
 from toolkit.convert.conversion import yaml_text
 from toolkit.errors import ToolkitError
@@ -157,8 +155,7 @@ output_dir: {out}
 """
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_converted_configuration_trains(tiny_model: Path, faq_alpaca: Path, tmp_path: Path) -> None:
     conversion = convert_text(tmp_path, AXOLOTL.format(model=tiny_model, data=faq_alpaca, out=tmp_path / "out"))
     assert conversion.preset == "zero2"
@@ -192,8 +189,7 @@ def conversation(words: str) -> str:
     return json.dumps({"messages": messages}) + "\n"
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_converted_trl_configuration_has_trls_losses(tiny_model: Path, tmp_path: Path) -> None:
     """Each batch is all four conversations, so the order of the rows has no effect."""
     pytest.importorskip("trl")

@@ -4,8 +4,6 @@ Their source distributions are downloaded by pip, checked by their hash, and cac
 repository.
 """
 
-from __future__ import annotations
-
 import ast
 import fcntl
 import re

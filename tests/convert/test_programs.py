@@ -1,7 +1,5 @@
 """Which program a file is for, and the settings that each program reads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's commands and YAML, axolotl's and LLaMA-Factory's YAML, on files of our own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

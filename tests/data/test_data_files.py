@@ -1,7 +1,5 @@
 """Data files are read and checked; errors name the file, the row and the line."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

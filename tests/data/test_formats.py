@@ -1,7 +1,5 @@
 """Rows: which format they have, what is wrong with them, and the sample they become."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The default model and data are those of their packages, also after an interruption."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.metadata import metadata

@@ -1,7 +1,5 @@
 """`toolkit diff` in a repository: what is new, what is gone, what fits no longer, and what is no configuration."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

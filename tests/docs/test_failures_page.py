@@ -1,7 +1,5 @@
 """The page of failures has the installed libraries' own messages, and each cure makes its message go away."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils.environment import check_cuda_p2p_ib_support
-from launching import ROOT, read, torchrun
+from launching import ROOT, nightly_launch, read, torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -223,8 +221,7 @@ def test_messages_that_no_quick_test_raises_are_on_the_page() -> None:
     assert [message for message in (*FROM_SOURCES, *FROM_DEEPSPEED.values()) if message not in PAGE] == []
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_deepspeeds_messages_have_the_causes_and_cures_on_the_page(tmp_path: Path) -> None:
     results: dict[str, str | None] = {}
     for ranks in (1, 2):

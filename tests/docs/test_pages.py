@@ -3,8 +3,6 @@
 A tutorial's commands run in their order, with fewer steps and another folder than `runs/`, and so does its Python.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

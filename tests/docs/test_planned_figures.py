@@ -5,8 +5,6 @@ A page has a block `<!-- planned: NAME -->` up to `<!-- /NAME -->`. To write the
     python tests/docs/test_planned_figures.py
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The planner page in headless Chromium: its JSON is the command line's, and what a reader sees, hears and types."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page, overflow
+from browser import DESKTOP, PHONE, open_page, overflow
 from command_line import run_command
 from model_configs import ARCHITECTURES
 from planner_page import build
@@ -97,12 +95,6 @@ def address(folder: Path) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The docs site builds without a warning, loads nothing from the network, and works in headless Chromium."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess
@@ -12,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, open_page, overflow
+from browser import DESKTOP, PHONE, open_page, overflow
 from playwright.sync_api import Browser, ViewportSize
 from results_documents import Tags
 
@@ -42,12 +40,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warnings = [line for line in built.stderr.splitlines() if not line.startswith("INFO ")]
     assert (built.returncode, built.stdout, warnings) == (0, "", [])
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 def html(site: Path, page: str) -> str:

@@ -1,7 +1,5 @@
 """The folder of compiled ops: what is in it runs, so nobody else may write it."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

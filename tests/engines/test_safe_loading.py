@@ -1,7 +1,5 @@
 """Nothing that a checkpoint's pickle names is run: not by export, verify, convert or resuming."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import toolkit
+from launching import nightly_launch, toolkit
 
 from toolkit.engines.safe_loading import (
     DCP_METADATA,
@@ -188,8 +186,7 @@ def test_a_planted_payload_is_refused_by_file_and_name_and_never_runs(
     assert (tmp_path / "ran").exists(), "the payload does run where nothing stops it"
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_run_does_not_resume_from_a_checkpoint_with_a_payload(
     saved_runs: dict[str, Path], saved_job: list[str], tmp_path: Path
 ) -> None:

@@ -1,16 +1,14 @@
 """Every private name of a library that the toolkit uses is a row of `seams.py`, and the installed versions have it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launching import ROOT
+from source_trees import MODULES, nodes_of
 
 from toolkit.engines import seams
 from toolkit.errors import ToolkitError
@@ -18,11 +16,6 @@ from toolkit.errors import ToolkitError
 # Documented although they begin with an underscore, or put there by the toolkit itself.
 PUBLIC = {"_exit", "_replace", "_schema", "_local_scalar_dense", "_input_metadata", "_averaged"}
 NAMED_IN_CALLS = {"getattr", "hasattr", "setattr", "replaced", "delattr"}
-
-
-@cache
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in (ROOT / "toolkit").rglob("*.py")}
 
 
 def is_private(name: str) -> bool:
@@ -35,7 +28,7 @@ def is_self(node: ast.AST) -> bool:
 
 def own_names() -> set[str]:
     names = set()
-    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+    for node in (node for path in MODULES for node in nodes_of(path)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -45,9 +38,9 @@ def own_names() -> set[str]:
     return names
 
 
-def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def private_names(path: Path, own: set[str]) -> Iterator[str]:
     """Yield the private names of others that a module uses: attributes, imports, and words given to `getattr`."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("toolkit", "__future__")):
             from_private = any(map(is_private, (node.module or "").split(".")))
             yield from (alias.name for alias in node.names if from_private or is_private(alias.name))
@@ -69,12 +62,12 @@ def test_a_name_that_is_gone_is_found() -> None:
 
 def test_every_private_name_of_a_library_has_a_row() -> None:
     known, own = {seam.attribute for seam in seams.SEAMS} | PUBLIC, own_names()
-    found = {name: path for path, tree in trees().items() for name in private_names(tree, own)}
+    found = {name: path for path in MODULES for name in private_names(path, own)}
     assert {name: str(path) for name, path in found.items() if name not in known} == {}
 
 
 def test_every_row_is_used() -> None:
-    text = "".join(path.read_text() for path in trees() if path.name != "seams.py")
+    text = "".join(path.read_text() for path in MODULES if path.name != "seams.py")
     words = set(re.findall(r"\w+", text))
     unused = [seam.name for seam in seams.SEAMS if seam.attribute not in words]
     assert [name for name in unused if name.rpartition(".")[2] not in seams.OBSERVED_METHODS] == []

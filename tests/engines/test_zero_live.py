@@ -1,7 +1,5 @@
 """Swapped states count only as far as a swap file holds them, and only large ones must be swapped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of every engine, run folders, model folders and tokenizers: what real runs have written, mutated."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

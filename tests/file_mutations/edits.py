@@ -4,8 +4,6 @@
 some places that no dumper would write: 100,000 brackets, an integer of 5,000 digits, an alias bomb.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

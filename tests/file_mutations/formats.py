@@ -1,7 +1,5 @@
 """The formats that are read without torch: valid files as seeds, how they are mutated, and what reads them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

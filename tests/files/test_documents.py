@@ -1,7 +1,5 @@
 """JSON and YAML are read with limits on depth, numbers and size, and nothing in a file runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

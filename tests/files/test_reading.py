@@ -3,8 +3,6 @@
 The headers of safetensors files are read without torch, and a damaged file or index is named.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Secrets: told from ordinary words, hidden in records and messages, and passed to a run's processes unseen."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

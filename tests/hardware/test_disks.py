@@ -1,7 +1,5 @@
 """Mounts and rates of local disks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

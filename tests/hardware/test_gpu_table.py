@@ -1,7 +1,5 @@
 """The GPU table: lookup by any of a card's names, and figures that are dense, ordered and sourced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

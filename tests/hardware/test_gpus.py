@@ -1,7 +1,5 @@
 """GPUs of this node, as the driver and nvidia-smi report them."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.hardware.gpus import Nvml, read_gpu_row, visible_gpus

@@ -1,7 +1,5 @@
 """Limits of a container, from both versions of cgroups, and of this process, set and lowered for real in a child."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

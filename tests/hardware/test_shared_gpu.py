@@ -1,7 +1,5 @@
 """Several real ranks on one GPU: what each rank's environment is, and which NCCL decides it. The GPUs are names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_PATH, ROOT, accelerate_launch, nightly, read, run_captured
+from launching import PYTHON_PATH, ROOT, accelerate_launch, nightly, nightly_launch, read, run_captured
 
 from toolkit.errors import ToolkitError
 from toolkit.hardware.shared_gpu import WAYS, rank_variables, refused_by_nccl, sharing_ranks
@@ -153,8 +151,7 @@ while len(list(pathlib.Path().glob("said-*"))) < 4:  # the launcher ends all ran
 """
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_script_of_ones_own_finds_its_rank_placed_under_any_launcher(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT)

@@ -1,7 +1,5 @@
 """Arguments of TRL, axolotl and LLaMA-Factory: accepted where they mean the same, else answered with what to type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

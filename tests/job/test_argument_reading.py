@@ -1,7 +1,5 @@
 """The training script's arguments, read without torch as transformers reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

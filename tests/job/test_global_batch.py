@@ -1,7 +1,5 @@
 """The global batch: its accumulation steps, the learning rate for it, and gradients that stay sharded meanwhile."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

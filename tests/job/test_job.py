@@ -1,7 +1,5 @@
 """One job: read from words, a file or values, written back as words, and the same for `plan`, `train` and others."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

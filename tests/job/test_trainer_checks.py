@@ -1,7 +1,5 @@
 """Arguments that transformers refuses, given to it and to our checks: both must answer alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """Bad input through the command line: exit 2, two lines, no traceback, nothing written, no rank started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults provoked for real on two ranks: killed, stopped, hanging, starved, diverged, a full disk, a folder in use."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -48,7 +46,7 @@ class Ended:
 class Running:
     """A run under way, and what it says."""
 
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: ForkedProcess
     folder: Path
     stderr: Path
 
@@ -120,13 +118,9 @@ class Starter:
         named = {"TOOLKIT_PRESET": config, "TOOLKIT_WORLD_SIZE": "2"} if plain else {}
         environment = cpu_environment() | {"OMP_NUM_THREADS": "1"} | named | more
         stderr = self.out.parent / f"{self.out.name}-stderr-{len(self.started)}"
-        process: subprocess.Popen[bytes] | ForkedProcess
         with stderr.open("w") as file, Path(os.devnull).open("w") as nothing, contextlib.chdir(ROOT):
-            if plain or launcher:
-                streams = {"stdout": nothing.fileno(), "stderr": file.fileno()}
-                process = fork_process(os.environ[SERVER_VARIABLE], argv, environment=environment, **streams)
-            else:
-                process = subprocess.Popen(argv, env=environment, stdout=nothing, stderr=file)
+            streams = {"stdout": nothing.fileno(), "stderr": file.fileno()}
+            process = fork_process(os.environ[SERVER_VARIABLE], argv, environment=environment, **streams)
         self.started.append(Running(process, self.out, stderr))
         return self.started[-1]
 

@@ -1,7 +1,5 @@
 """From a run's options to its processes: their number, the launch command, a dry run, and restarts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

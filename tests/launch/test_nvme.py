@@ -1,7 +1,5 @@
 """The checks of NVMe offload before any rank starts."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's processes: logged while they run, and all gone afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

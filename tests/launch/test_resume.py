@@ -1,7 +1,5 @@
 """Resuming: with the settings of the checkpoint, which is converted if its shards do not fit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

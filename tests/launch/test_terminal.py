@@ -1,14 +1,11 @@
 """A terminal gets one live line and no noise of libraries; a pipe gets plain lines. On a real pseudo-terminal."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from launching import ROOT, cpu_environment, read
+from launching import ROOT, cpu_environment, nightly_launch, read
 from terminals import on_a_terminal
 
 from toolkit.launch.terminal import LiveLine, OutputFilter
@@ -100,8 +97,7 @@ def test_redrawn_bars_are_left_out_and_what_follows_one_is_shown() -> None:
     assert printed == ["verified: zero3, 2 ranks", "{'loss': '0.6931', 'names': ['a|b']}"]
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_rate_far_too_high_ends_as_diverged_on_a_live_terminal(
     tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """A training loop on accelerate alone is observed by one line, and recorded as a Trainer is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_warm
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly_launch, read, run_warm
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.accelerate_loop import observe_loop
@@ -54,8 +52,7 @@ def test_a_loop_is_verified_and_recorded_under_a_preset(preset: str, tmp_path: P
     assert (run["status"], run["exit_code"], run["world_size"]) == ("completed", 0, 2)
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize(
     ("preset", "mode", "said"),
     [
@@ -86,8 +83,7 @@ def test_batches_belong_to_the_step_that_trains_on_them_whenever_the_loop_fetche
     assert skips == plain[2:]
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_workers_that_outlive_the_observer_give_the_loop_its_own_batches(tmp_path: Path) -> None:
     ended = alone("workers", tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -3,8 +3,6 @@
 A row says how a script of `cases/` ends, and what its observed run says besides what it prints alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard
-from launching import cpu_environment, nightly, read, run_warm, torchrun_words
+from launching import cpu_environment, nightly, nightly_launch, read, run_warm, torchrun_words
 
 from toolkit.observe import hang_detection
 from toolkit.observe.batches import counted_batches, tensor_facts
@@ -138,8 +136,7 @@ def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -
         assert text.count(TRACEBACK) <= alone.stderr.count(TRACEBACK)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_model_in_bf16_is_refused_before_its_first_step_unless_it_is_allowed(tmp_path: Path) -> None:
     refused = launch("bf16_model", tmp_path / "out", run=tmp_path / "run")
     assert refused.returncode == 1
@@ -149,8 +146,7 @@ def test_a_model_in_bf16_is_refused_before_its_first_step_unless_it_is_allowed(t
     assert read(tmp_path / "run" / "run.json")["status"] == "attestation_failed"
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_deviation_that_the_user_allows_is_recorded(tmp_path: Path) -> None:
     words = ["-m", "toolkit.observe", "--output-dir", str(tmp_path / "run"), "--require", "ddp"]
     words += ["--allow", "master_dtype=bfloat16", str(CASES / "bf16_model.py"), str(tmp_path / "out")]

@@ -3,8 +3,6 @@
 `saved_runs` has the same job, saved while training stands still.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import threading
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, read, torchrun_preset
+from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, nightly, nightly_launch, read, torchrun_preset
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
@@ -42,8 +40,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [(row["step"], row["loss"], row["batch_sha256"]) for row in map(json.loads, lines)]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_background_checkpoint_has_the_same_tensors(saved_job: list[str], saved_runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch(*saved_job, "--save_steps", str(SAVED["fsdp2"]), "--output_dir", str(out))
@@ -72,9 +69,7 @@ def test_a_background_checkpoint_has_the_same_tensors(saved_job: list[str], save
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "moment", ["rename:0", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("shards:1", "checksums:0"))]
-)
+@pytest.mark.parametrize("moment", ["rename:0", *nightly("shards:1", "checksums:0")])
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     moment: str, saved_job: list[str], saved_runs: Runs, tmp_path: Path
 ) -> None:
@@ -88,8 +83,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
         assert not list((tmp_path / "out").glob(".saving-*"))
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_job: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [*saved_job, "--max_steps", "40", "--save_steps", "4", "--output_dir", str(out)]
@@ -103,8 +97,7 @@ def test_sigterm_while_a_checkpoint_is_written_completes_it_and_the_next(saved_j
     assert read_timeline(out / "timeline.jsonl")[-1].phase == "stopped"
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_the_manifest_has_the_files_that_rank_0_does_not_list_yet(saved_job: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch(*saved_job, "--save_steps", "2", "--output_dir", str(out), "--max_steps", "2", script="late_listing")
@@ -117,8 +110,7 @@ def test_the_manifest_has_the_files_that_rank_0_does_not_list_yet(saved_job: lis
     assert checkpoint.problem(deep=True) is None
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_the_best_checkpoint_written_in_the_background_is_kept_and_loaded(saved_job: list[str], tmp_path: Path) -> None:
     out, words = tmp_path / "out", [*saved_job, "--eval_strategy", "steps", "--eval_steps", "2", "--val_size", "2"]
     words += ["--save_steps", "2", "--save_total_limit", "1", "--load_best_model_at_end", "true"]
@@ -129,8 +121,7 @@ def test_the_best_checkpoint_written_in_the_background_is_kept_and_loaded(saved_
     assert loaded == read(out / "checkpoint-2" / "manifest.json")["fingerprint"]["logits"]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", None])
 def test_ranks_without_shards_of_their_own_refuse_it(preset: str | None, saved_job: list[str], tmp_path: Path) -> None:
     words = [*saved_job, "--async_save", "true", "--output_dir", str(tmp_path / "out")]

@@ -1,7 +1,5 @@
 """When a run's median step time is known, and on which step all ranks stop."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

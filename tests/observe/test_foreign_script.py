@@ -1,7 +1,5 @@
 """Somebody's script runs unchanged under `python -m toolkit.observe`: its own exit code, and a true run folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, read, run_captured, run_warm
+from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly_launch, read, run_captured, run_warm
 from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.errors import ToolkitError
@@ -101,8 +99,7 @@ def test_each_training_of_a_script_has_a_record_and_can_be_stopped_early(tmp_pat
     assert f"error: {tmp_path / 'run'} already holds a finished run" in again.stderr
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_rank_of_a_script_that_trains_alone_does_not_have_the_world_size_that_was_started(tmp_path: Path) -> None:
     required = ("--require", "engine=none", "--require", "attention=math")
     ended = observed(tmp_path, "workers", options=required, TOOLKIT_WORLD_SIZE="2")
@@ -122,8 +119,7 @@ def test_a_preset_that_the_run_contradicts_ends_it_after_the_first_step_with_bot
     assert len(read_rows(RunFolder(tmp_path / "run").rank_rows(0))) <= 1
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_script_has_its_own_toolkit_and_its_error_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "toolkit").mkdir()
     (tmp_path / "toolkit" / "__init__.py").touch()
@@ -150,11 +146,10 @@ def launched(
     own = ["--preset", preset, "--num-processes", "2", "--script", str(SCRIPT), "--output-dir", str(folder / "run")]
     command = [sys.executable, "-m", "toolkit", "train", *own, *options, "--", words[0], str(folder / "out")]
     command += [*words[1:]]
-    return run_captured(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
+    return run_warm(command, cpu_environment() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_parameter_that_the_trainers_own_optimizer_leaves_out_is_no_choice_of_the_script(tmp_path: Path) -> None:
     ended = launched(tmp_path, "forgets", preset="ddp")
     assert ended.returncode == 1, ended.stdout
@@ -178,8 +173,7 @@ def test_a_script_whose_rank_is_killed_goes_on_from_its_newest_checkpoint(tmp_pa
     assert [each.problem(deep=True) for each in checkpoints] == [None, None, None]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_on_sigterm_all_ranks_of_a_script_save_after_the_same_step(tmp_path: Path) -> None:
     ended = launched(tmp_path, "ended")
     run, folder = run_of(tmp_path), RunFolder(tmp_path / "run")
@@ -199,8 +193,7 @@ def test_on_sigterm_all_ranks_of_a_script_save_after_the_same_step(tmp_path: Pat
     assert (again.returncode, "cannot be resumed: its first training has ended" in again.stderr) == (2, True)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(
     ("mode", "resumed_step", "said"),
     [

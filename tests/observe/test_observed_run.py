@@ -1,7 +1,5 @@
 """A run folder that a node does not see is refused, and an attempt that was replaced leaves its folder alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

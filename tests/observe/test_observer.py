@@ -1,7 +1,5 @@
 """Any Trainer is observed by one line, whoever wrote its script."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 The environments are built once, in the cache; `benchmarks/peer_jobs/environments.py` has their versions.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,13 +1,11 @@
 """Nothing assumes a causal language model: other models, Trainers and collators are verified and recorded too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import ROOT, SCRIPTS, accelerate_launch, read, torchrun_observed
+from launching import ROOT, SCRIPTS, accelerate_launch, nightly_launch, read, torchrun_observed
 
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import read_rows
@@ -51,16 +49,14 @@ def test_a_trainer_of_any_model_is_verified_and_its_batches_are_counted(mode: st
     assert {reading["optimizer_class"] for reading in ranks} == {"torch.SGD" if mode == "optimizer" else "torch.AdamW"}
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_an_optimizer_of_the_script_that_deepspeed_replaces_ends_the_run(tmp_path: Path) -> None:
     ended = launched("optimizer", "zero2", tmp_path)
     assert ended.returncode == 1
     assert "optimizer_class on rank 0 is torch.AdamW, expected torch.SGD" in ended.stderr
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_model_whose_layers_fsdp2_does_not_know_is_refused_with_what_names_them(tmp_path: Path) -> None:
     ended = launched("own_whole", "fsdp2", tmp_path)
     assert ended.returncode == 1
@@ -68,8 +64,7 @@ def test_a_model_whose_layers_fsdp2_does_not_know_is_refused_with_what_names_the
     assert "hint: FSDP2 gathers this model as a whole, since its layers are not known: name their class" in ended.stderr
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize(("mode", "preset"), [("deepspeed", "zero3"), ("fsdp", "fsdp2")])
 def test_a_script_that_chooses_its_engine_itself_is_verified_under_torchrun(
     mode: str, preset: str, tiny_model: Path, tmp_path: Path

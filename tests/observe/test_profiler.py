@@ -1,7 +1,5 @@
 """The time of a profiled step, divided into parts and drawn as a timeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the process of a rank imports, starts, and leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

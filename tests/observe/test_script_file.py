@@ -1,7 +1,5 @@
 """What the text of somebody's script says before it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """SIGTERM to one of two ranks at any moment: a checkpoint of the last finished step, or at once what there is."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

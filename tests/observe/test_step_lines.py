@@ -1,7 +1,5 @@
 """The lines of a run's progress."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a run's trackers show of it: real W&B, TensorBoard, MLflow and Trackio, without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SCRIPTS, cpu_environment, read, run_captured, run_warm
+from launching import SCRIPTS, cpu_environment, nightly, nightly_launch, read, run_captured, run_warm
 
 PACKAGES = {"wandb": ["wandb"], "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"], "trackio": ["trackio"]}
 
@@ -70,9 +68,7 @@ TOLD = {"tensorboard": told_tensorboard, "wandb": told_wandb, "mlflow": told_mlf
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "tracker", ["tensorboard", *(pytest.param(name, marks=pytest.mark.nightly) for name in list(TOLD)[1:])]
-)
+@pytest.mark.parametrize("tracker", ["tensorboard", *nightly("wandb", "mlflow", "trackio")])
 def test_a_tracker_shows_what_was_verified_beside_the_trainers_own_values(
     tracker: str, tmp_path: Path, tracker_folder: Any
 ) -> None:
@@ -124,8 +120,7 @@ def train_job() -> Iterator[TrainJobStatus]:
         server.shutdown()
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_the_status_of_a_train_job_shows_progress_and_what_was_verified(
     train_job: TrainJobStatus, tmp_path: Path
 ) -> None:

@@ -1,11 +1,9 @@
 """The page of `toolkit page` in headless Chromium: what a reader sees, and that the server's rules let it work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
-from browser import DESKTOP, PHONE, chromium, overflow
+from browser import DESKTOP, PHONE, overflow
 from playwright.sync_api import Browser, Page
 from served_page import ServedPage, served_page
 
@@ -31,12 +29,6 @@ BROKEN_WORDS = """() => [...document.querySelectorAll(".command pre span")]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
     with served_page("--port", 0, cwd=tmp_path_factory.mktemp("served")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
         yield started
 
 

@@ -1,7 +1,5 @@
 """`toolkit page` over HTTP: its answers are the command line's, and they are for one user's browser alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

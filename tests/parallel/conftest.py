@@ -1,7 +1,5 @@
 """Runs of every layout, each trained once per session, whichever test needs it first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Degrees of parallelism: which ranks train on which rows, and how many are left for data parallelism."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

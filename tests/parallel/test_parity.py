@@ -1,7 +1,5 @@
 """Every layout trains the problem of one process, resumed runs too, and saves a model that loads in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path

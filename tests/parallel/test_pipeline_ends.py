@@ -1,13 +1,11 @@
 """A pipeline that does not simply run to its end: signals, exhausted memory, the best checkpoint, another schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import ROOT, accelerate_launch, read
+from launching import ROOT, accelerate_launch, nightly_launch, read
 from split_runs import RUNS, losses_and_norms
 from split_runs import launch as launch_run
 
@@ -54,8 +52,7 @@ def test_memory_that_runs_out_in_a_stage_is_reported_as_that(
     assert read(tmp_path / "out" / "run.json")["status"] == "host_out_of_memory"
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
     job: list[str], split_rows: Path, tmp_path: Path
 ) -> None:
@@ -69,8 +66,7 @@ def test_the_best_checkpoint_is_loaded_into_all_stages_at_the_end(
     assert read(tmp_path / "out" / "fingerprint.json")["logits"] == kept[2]["logits"]
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_pipeline_resumes_exactly_under_another_schedule_of_the_same_stages(
     run_folder: Callable[[str], Path], split_models: Path, split_rows: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Stages of a decoder, one after the other in one process, compute what the whole model computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from counted_collectives import assert_planned, counted, planned
-from launching import CPU_PRESETS, ROOT, accelerate_launch, read, torchrun
+from launching import CPU_PRESETS, ROOT, accelerate_launch, nightly_launch, read, torchrun
 from model_configs import small_shape
 from preset_files import deepspeed_pair
 
@@ -76,8 +76,7 @@ def two_node_preset(folder: Path) -> Path:
     return deepspeed_pair(folder, config | {"zero_optimization": zero})
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize(("preset", "ranks"), [("hpz", 4), ("fsdp2_hybrid", 64)])
 def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tmp_path: Path, tiny_model: Path) -> None:
     """In one process, with torch's fake process group: what would be sent is counted, nothing is."""
@@ -88,8 +87,7 @@ def test_rank_0_of_many_is_planned(preset: str, ranks: int, words: list[str], tm
     assert_planned(on_cpu(str(config), tiny_model, ranks), tmp_path / "run")
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_tensor_and_data_parallelism_send_what_is_planned(words: list[str], tiny_model: Path, tmp_path: Path) -> None:
     """Collectives and model states of one run. Packed rows all have the full length; the head is tied."""
     words += ["--per_device_train_batch_size", "2", "--packing", "true", "--tp", "2"]

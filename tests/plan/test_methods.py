@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, accelerate_launch, nightly, read, toolkit
+from command_line import run_command
+from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, accelerate_launch, nightly, read
 from model_configs import LLAMA, NUM_PARAMS
 
 from toolkit.errors import ToolkitError
@@ -257,18 +258,14 @@ def test_every_preset_of_data_parallelism_is_planned() -> None:
     assert refused == {preset.name for preset in list_presets() if preset.parallel or preset.engine == "pipeline"}
 
 
-def test_a_plan_of_dpo_prints_its_phases_and_its_advice() -> None:
-    words = ["plan", LLAMA_8B_CONFIG, "--gpu", "h100", "--num-processes", "8", "--preset", "zero2", "--method", "dpo"]
-    done = toolkit(*words, "--parts")
-    assert done.returncode == 0, done.stderr
-    assert "the reference model takes 14.96 GiB, whole on each GPU" in done.stdout
-    assert "  score " in done.stdout
-
-
-def test_a_recommendation_of_dpo_names_trls_arguments() -> None:
-    done = toolkit("recommend", LLAMA_8B_CONFIG, "--gpu", "h100", "--num-processes", "8", "--method", "dpo")
-    assert done.returncode == 0, done.stderr
-    assert "--module trl.scripts.dpo -- --model_name_or_path" in done.stdout.replace(" \\\n   ", "")
+def test_dpo_is_planned_with_its_phases_and_recommended_with_trls_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [LLAMA_8B_CONFIG, "--gpu", "h100", "--num-processes", "8", "--method", "dpo"]
+    code, shown, _ = run_command(["plan", *words, "--preset", "zero2", "--parts"], capsys)
+    assert code == 0
+    assert "the reference model takes 14.96 GiB, whole on each GPU" in shown
+    assert "  score " in shown
+    code, shown, _ = run_command(["recommend", *words], capsys)
+    assert (code, "--module trl.scripts.dpo -- --model_name_or_path" in shown.replace(" \\\n   ", "")) == (0, True)
 
 
 # -- real ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import json_of, run_command
-from launching import LLAMA_8B_CONFIG, toolkit
+from launching import LLAMA_8B_CONFIG
 from model_configs import LLAMA_8B_PARAMS, llama_8b
 
 from toolkit.errors import ToolkitError
@@ -166,10 +166,8 @@ def test_a_custom_gpu_has_no_speed_unless_its_peak_is_given() -> None:
     assert known["mfu"][0] < known["mfu"][1] < 1
 
 
-def test_the_json_has_the_promised_keys_and_each_is_in_the_docs() -> None:
-    done = toolkit("plan", LLAMA_8B, "--num-processes", "8", "--num-processes", "16", "--gpu", "h100", "--json")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_the_json_has_the_promised_keys_and_each_is_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json_of(["plan", LLAMA_8B, "--num-processes", "8", "--num-processes", "16", "--gpu", "h100"], capsys)
     assert (answer["counted_on"], answer["activations_from"]) == ("arithmetic", "formulas")
     assert {row["world_size"] for row in answer["plans"]} == {8, 16}
     promised = """preset world_size gpu verdict planned_peak_bytes headroom_bytes num_params parameter_bytes
@@ -249,17 +247,17 @@ def test_the_logits_are_a_share_of_what_torch_allocates() -> None:
         assert row["allocated_peak_bytes"] + row["overhead_bytes"] == row["planned_peak_bytes"]
 
 
-def test_the_table_describes_the_job_and_says_what_is_exact() -> None:
-    words = ["--num-processes", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp"]
-    done = toolkit("plan", LLAMA_8B, *words, "--per-device-train-batch-size", "2", "--parts")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "llama, 8,030,261,248 parameters; full fine-tune" in done.stdout
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+def test_the_table_describes_the_job_and_says_what_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-processes", "8", "--gpu", "h100", "--preset", "zero3", "--preset", "ddp", "--parts"]
+    code, shown, err = run_command(["plan", LLAMA_8B, *words, "--per-device-train-batch-size", "2"], capsys)
+    assert (code, err) == (0, "")
+    assert "llama, 8,030,261,248 parameters; full fine-tune" in shown
+    lines = {line.split()[0]: line for line in shown.splitlines() if line}
     assert "does not fit" in lines["ddp"]
     assert " fits " in lines["zero3"]
-    assert "Model states are exact" in done.stdout
-    assert "Compared with one H200, never with several GPUs." in done.stdout
-    assert "\x1b" not in done.stdout
+    assert "Model states are exact" in shown
+    assert "Compared with one H200, never with several GPUs." in shown
+    assert "\x1b" not in shown
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, toolkit
+from command_line import json_of, run_command
+from launching import LLAMA_8B_CONFIG
 from model_configs import llama_8b
 
 from toolkit.errors import ToolkitError
@@ -295,15 +296,15 @@ def test_the_json_has_numbers_and_a_reason_for_each_preset() -> None:
     assert len(answer["scaling"]) == 8
 
 
-def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(tmp_path: Path) -> None:
+def test_the_printed_command_is_accepted_except_for_its_placeholder_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(LLAMA_8B_CONFIG.read_text())
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    asked = toolkit("recommend", str(tmp_path), "--gpu", "h100", "--num-processes", "2", "--lora-r", "8", "--json")
-    assert asked.returncode == 0, asked.stderr
-    words = shlex.split(json.loads(asked.stdout)["command"])
-    refused = toolkit(*words[1:4], "--cpu", *words[4:])
-    assert refused.returncode == 2
-    assert "DATASET" in refused.stderr
+    asked = json_of(["recommend", str(tmp_path), "--gpu", "h100", "--num-processes", "2", "--lora-r", "8"], capsys)
+    words = shlex.split(asked["command"])
+    code, _, err = run_command([*words[1:4], "--cpu", *words[4:]], capsys)
+    assert (code, "DATASET" in err) == (2, True)
 
 
 def test_scaling_efficiency_is_relative_to_the_smallest_world_size() -> None:

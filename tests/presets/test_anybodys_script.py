@@ -1,7 +1,5 @@
 """A preset's file works alone: from any directory, with a script of somebody who has never heard of the toolkit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +9,17 @@ import pytest
 import yaml
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.environment import convert_dict_to_env_variables
-from launching import CPU_PRESETS, MESH_OPTIONS, ROOT, SCRIPTS, accelerate_launch, nightly, read, torchrun
+from launching import (
+    CPU_PRESETS,
+    MESH_OPTIONS,
+    ROOT,
+    SCRIPTS,
+    accelerate_launch,
+    nightly,
+    nightly_launch,
+    read,
+    torchrun,
+)
 from scripts.write_presets import SHARED, expected_text
 
 from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
@@ -107,7 +115,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 BF16_OF_A_LOOP = ("--mixed_precision", "bf16")
 TRAINER = ("--max_steps", "2", "--use_cpu", "true", "--bf16", "true", "--max_grad_norm", "0.5", "--report_to", "none")
 TRAINER = (*TRAINER, "--save_strategy", "no")
-DAILY = [("zero2", "loop"), ("fsdp2", "trainer")]
+# Every day, TRL's scripts train under a preset's file with a Trainer (tests/observe/test_foreign_script.py).
+DAILY = [("zero2", "loop")]
 OTHERS = [(name, how) for name in EXPECTED for how in ("loop", "trainer") if (name, how) not in DAILY]
 NIGHTLY = [pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS]
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -140,8 +149,7 @@ def test_a_script_that_is_not_ours_trains_as_the_preset_says(preset: str, how: s
     assert [read(tmp_path / f"rank{rank}.json") for rank in range(ranks)] == [expected] * ranks
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("how", ["loop", "trainer"])
 def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--bf16", "false") if how == "trainer" else ()
@@ -150,8 +158,7 @@ def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how
     assert "It\n  # trains in fp32 otherwise" in (YAMLS / "zero2.yaml").read_text()
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("name", ["zero2", "zero3_cpu_offload"])
 def test_a_trainer_takes_the_json_by_itself_under_torchrun(name: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--deepspeed", str(JSONS / f"{name}.json"))

@@ -3,8 +3,6 @@
 `tests/train/test_numerics.py` checks the formulas' bytes in real runs.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from operator import methodcaller
 from pathlib import Path

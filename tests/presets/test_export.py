@@ -1,13 +1,12 @@
 """`toolkit preset show | export`: files that hold from any working directory, and nothing overwritten by accident."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import yaml
-from launching import ROOT, toolkit
+from command_line import run_command
+from launching import ROOT
 from preset_files import deepspeed_pair, write
 
 from toolkit.engines.fsdp2 import FSDP_ENVIRONMENT_KEYS
@@ -49,12 +48,14 @@ def test_a_json_that_the_yaml_names_is_found_anywhere(tmp_path: Path) -> None:
     assert yaml.safe_load(shown)["deepspeed_config"] == {"deepspeed_config_file": str(tmp_path / "mine.json")}
 
 
-def test_the_command_prints_what_was_asked_for_from_another_directory(tmp_path: Path) -> None:
-    ended = toolkit("preset", "show", "zero2", "--as", "deepspeed", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, (ROOT / "ds_configs" / "zero2.json").read_text())
-    refused = toolkit("preset", "show", "zero2", "--as", "megatron", cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "error: --as megatron is not one of accelerate, deepspeed, trainer\n"
+def test_the_command_prints_what_was_asked_for_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "ds_configs" / "zero2.json").read_text()
+    assert run_command(["preset", "show", "zero2", "--as", "deepspeed"], capsys) == (0, text, "")
+    refused = run_command(["preset", "show", "zero2", "--as", "megatron"], capsys)
+    assert refused == (2, "", "error: --as megatron is not one of accelerate, deepspeed, trainer\n")
 
 
 # -- the Trainer's form
@@ -144,11 +145,13 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "zero2.json").read_text()) == load_preset("zero2").deepspeed_config()
 
 
-def test_a_relative_folder_gives_an_absolute_json(tmp_path: Path) -> None:
+def test_a_relative_folder_gives_an_absolute_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 2}})
-    ended = toolkit("preset", "export", "here", "mine.yaml", "zero1", cwd=tmp_path)
-    files = ["here/mine.yaml", "here/mine.json", "here/zero1.yaml", "here/zero1.json"]
-    assert (ended.returncode, ended.stdout.split()) == (0, files)
+    code, shown, _ = run_command(["preset", "export", "here", "mine.yaml", "zero1"], capsys)
+    assert (code, shown.split()) == (0, ["here/mine.yaml", "here/mine.json", "here/zero1.yaml", "here/zero1.json"])
     config = yaml.safe_load((tmp_path / "here" / "mine.yaml").read_text())
     assert config["deepspeed_config"]["deepspeed_config_file"] == str(tmp_path / "here" / "mine.json")
     assert (tmp_path / "here" / "zero1.yaml").read_text() == (ROOT / "accelerate_configs" / "zero1.yaml").read_text()

@@ -1,7 +1,5 @@
 """Each rule about layers, experts and sequences that are split: what is refused, and the next thing to type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Presets: what their files specify, and which files are refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path
@@ -214,13 +212,9 @@ def test_an_invalid_yaml_is_refused_with_the_reason(text: str, why: str, tmp_pat
     assert why in refused.value.message
 
 
-def test_an_unknown_preset_lists_all_and_names_the_nearest() -> None:
-    with pytest.raises(ToolkitError, match=f"unknown preset 'zero4'; available: {', '.join(SPECIFIED)}") as caught:
+def test_an_unknown_preset_lists_all_and_a_missing_file_is_named() -> None:
+    with pytest.raises(ToolkitError, match=f"unknown preset 'zero4'; available: {', '.join(SPECIFIED)}"):
         load_preset("zero4")
-    assert caught.value.hint == "did you mean `zero3`?"
-    with pytest.raises(ToolkitError) as caught:
-        load_preset("megatron")
-    assert caught.value.hint == "see `toolkit presets`"
     with pytest.raises(ToolkitError, match=r"no such file: nowhere/mine\.yaml"):
         load_preset("nowhere/mine.yaml")
 
@@ -234,9 +228,11 @@ def test_an_unknown_preset_lists_all_and_names_the_nearest() -> None:
         ("deepspeed_zero3", "did you mean `zero3`?"),
         ("zero3_offload", "did you mean `zero3_cpu_offload`?"),
         ("fsdp", "did you mean `fsdp2`?"),
+        ("zero4", "did you mean `zero3`?"),
+        ("megatron", "see `toolkit presets`"),
     ],
 )
-def test_a_usual_name_that_no_preset_has_is_answered_with_what_to_type(name: str, hint: str) -> None:
+def test_a_name_that_no_preset_has_is_answered_with_what_to_type(name: str, hint: str) -> None:
     with pytest.raises(ToolkitError, match="unknown preset") as caught:
         load_preset(name)
     assert hint in str(caught.value.hint)

@@ -1,7 +1,5 @@
 """`Preset.training_arguments` puts the same strategy in effect in a user's script as accelerate's launcher does."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -11,7 +9,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, cpu_environment, nightly, read, run_warm, torchrun
+from launching import CPU_PRESETS, cpu_environment, nightly, nightly_launch, read, run_warm, torchrun
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
@@ -62,8 +60,7 @@ def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
 SPLIT = {"fsdp2_tp": (4, "tp=2"), "cp": (2, "cp=2"), "ulysses": (2, "sp=2")}
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize("preset", ["cp", "fsdp2_tp", "ulysses"])
 def test_a_script_with_a_degree_of_parallelism_trains_as_one_process_does(
     preset: str, trained: Callable[..., Path]

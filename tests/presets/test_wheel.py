@@ -1,7 +1,5 @@
 """The wheel carries the presets and every file that is not Python."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The run folder: one run at a time holds it, what may be started in a used one, and what is left of the run before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Processes that change run.json at the same time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

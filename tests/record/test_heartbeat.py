@@ -1,7 +1,5 @@
 """Heartbeats and stacks of the ranks, and which rank hangs a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The table of fast paths: what is a difference, and which words a person reads."""
 
-from __future__ import annotations
-
 from toolkit.observe.verify.differences import kernel_differences
 from toolkit.record.kernel_table import kernels_summary, merged_rows, reading_of, row, table_lines
 from toolkit.record.reading import RankReading

@@ -1,7 +1,5 @@
 """Speed, memory and energy of a run, computed from the ranks' rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

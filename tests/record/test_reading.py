@@ -1,7 +1,5 @@
 """The reading of a rank is written, and read again, as it was: with the keys that it has, in their order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

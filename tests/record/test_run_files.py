@@ -1,7 +1,5 @@
 """The seconds of a save beside the notice that clouds give."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.record.run_files import SaveRecord, describe_slowest_save

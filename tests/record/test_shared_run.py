@@ -1,7 +1,5 @@
 """A verified run is shared by a fixed list of fields, and rows that cannot be true are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

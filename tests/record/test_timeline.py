@@ -1,7 +1,5 @@
 """The lines of `timeline.jsonl`, whatever has killed their processes, and the goodput of hand-worked timelines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

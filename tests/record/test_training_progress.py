@@ -1,7 +1,5 @@
 """The newest step that all ranks have written as one line, and signs that a run which completed has diverged."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rehearsal of rank r of N holds what that rank holds in a real run, and is never mistaken for one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -1,15 +1,14 @@
 """Somebody's script is rehearsed unchanged: as one rank of N, or traced on fake tensors without weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, read, toolkit
+from launching import LLAMA_8B_CONFIG, ROOT, SCRIPTS, nightly_launch, read, toolkit
 from model_configs import LLAMA
+from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.errors import ToolkitError
 from toolkit.models.read_model import read_model
@@ -56,8 +55,7 @@ def test_a_rank_of_a_script_holds_exactly_its_share_and_leaves_no_output(tmp_pat
     assert not (tmp_path / "run" / "training-2").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
 def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
@@ -72,8 +70,7 @@ def test_trls_scripts_are_rehearsed_as_a_rank_of_four(
     assert list(found["other_model_bytes"]) == (["ref_model"] if script == "dpo" else [])
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
@@ -115,25 +112,13 @@ def test_a_script_that_cannot_be_rehearsed_is_refused(given: dict[str, Any], mes
 # -- on fake tensors
 
 LONG = " ".join(str(number) for number in range(100))
-PREFERENCE = {"prompt": "Question?", "chosen": LONG, "rejected": "Never."}
-COMPLETION = {"prompt": "Question?", "completion": LONG}
-TRL_ROWS: dict[str, dict[str, Any]] = {
-    **{"sft": COMPLETION, "dpo": PREFERENCE, "reward": PREFERENCE, "kto": COMPLETION | {"label": True}},
-    "grpo": {"prompt": [{"role": "user", "content": "Question?"}]},
-}
 
 
 def trl_arguments(script: str, model: Path, folder: Path, **columns: str) -> list[str]:
-    row = TRL_ROWS[script] | columns
-    rows = [row | ({"label": number % 2 == 0} if script == "kto" else {}) for number in range(32)]
-    if script == "kto":
-        rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
-    (folder / "rows").mkdir()
-    (folder / "rows" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--model_name_or_path", str(model), "--dataset_name", str(folder / "rows"), "--max_steps", "2"]
-    words += ["--output_dir", str(folder / "out"), "--per_device_train_batch_size", "2"]
-    generates = ["--num_generations", "2", "--max_completion_length", "64", "--reward_funcs", "think_format_reward"]
-    return words + (generates if script == "grpo" else [])
+    """Two steps of rows of 100 numbers, and of 64 tokens where a script generates."""
+    long = {"dpo": {"chosen": LONG}, "reward": {"chosen": LONG}, "grpo": {}}.get(script, {"completion": LONG})
+    words = [*trl_words(script, model, folder, **long | columns), "--max_steps", "2"]
+    return words + (["--max_completion_length", "64"] if script == "grpo" else [])
 
 
 def without_weights(model: Path, folder: Path, config: dict[str, Any] | None = None) -> Path:
@@ -144,11 +129,10 @@ def without_weights(model: Path, folder: Path, config: dict[str, Any] | None = N
     return folder / "model"
 
 
-TRACED = [(script, preset) for script in TRL_ROWS for preset in ("single", "ddp", "fsdp2")]
+TRACED = [(script, preset) for script in TRL_ROWS if script != "rloo" for preset in ("single", "ddp", "fsdp2")]
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("script", "preset"), TRACED)
 def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(
     script: str, preset: str, tiny_model: Path, tmp_path: Path
@@ -180,8 +164,7 @@ def test_the_step_of_trls_trainers_is_traced_with_its_models_alone_by_part(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("preset", "size"), [("single", 1), ("fsdp2", 8)])
 def test_an_8b_and_its_reference_model_are_traced_without_weights(
     preset: str, size: int, tiny_model: Path, tmp_path: Path
@@ -196,8 +179,7 @@ def test_an_8b_and_its_reference_model_are_traced_without_weights(
     assert found["peaks"]["step"]["total_bytes"] == pytest.approx(20 * 8_030_261_248 / size, rel=0.001)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(
     ("method", "preset", "size"), [("dpo", "single", 1), ("dpo", "fsdp2", 8), ("kto", "single", 1)]
 )
@@ -235,8 +217,7 @@ trainer.train()
 """
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 @pytest.mark.parametrize(("preset", "size"), [("single", "1"), ("ddp", "4"), ("fsdp2", "4")])
 def test_a_plain_trainer_is_traced_like_our_own_script_on_the_same_job(preset: str, size: str, tmp_path: Path) -> None:
     """All but the batch, of which ours has one tensor for tokens and labels, and the scalar that the loss is divided by

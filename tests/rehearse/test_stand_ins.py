@@ -1,7 +1,5 @@
 """The parts of the Trainer that a rehearsal replaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

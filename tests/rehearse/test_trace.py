@@ -1,7 +1,5 @@
 """A rehearsal on fake tensors counts the model states of its rank and the tensors of each phase."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -3,8 +3,6 @@
 accelerate launch ... -m toolkit.observe --output-dir RUN dpo_with_reference.py MODEL OUT_FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

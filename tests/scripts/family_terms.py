@@ -8,8 +8,6 @@ time, cut to as few layers as have all kinds. What does not follow as a sum of p
 that cannot be doubled. `toolkit.models.families` plans other sizes of the same family with these terms.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

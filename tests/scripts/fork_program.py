@@ -1,7 +1,5 @@
 """Run a Python program as `fork_program.py -m toolkit ...`, forked from the session's server; its stdin is empty."""
 
-from __future__ import annotations
-
 import os
 import sys
 

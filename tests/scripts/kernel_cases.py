@@ -3,8 +3,6 @@
 python kernel_cases.py FOLDER [CASE ...]       # writes FOLDER/CASE/attestation.json
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Values are what was seen: a raised error's text, an environment variable, a field.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

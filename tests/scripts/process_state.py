@@ -1,7 +1,5 @@
 """The environment of a rank and the state of its interpreter, as JSON: equal in a cold start and in a forked one."""
 
-from __future__ import annotations
-
 import gc
 import json
 import locale

@@ -5,8 +5,6 @@
 Each runs as `toolkit rehearse` does, in a process forked from one that has imported everything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -8,8 +8,6 @@ A version without a wheel comes from its tag: `git archive --format zip v0.12.2 
 Nothing is imported or executed: the fields are the annotated names of the classes that each program's parser gets.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

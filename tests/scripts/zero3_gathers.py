@@ -6,8 +6,6 @@ A case is {"config": PATH, "preset": FILE, "lora_r": null}. The process group is
 move nothing. Prints one JSON line per case, of the second step: the first shows DeepSpeed the order of modules.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Pages opened in headless Chromium, with everything that goes wrong in them recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Jobs for `toolkit cluster` without weights: the commands are given a model's configuration and a few rows."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command line in this process: what a user types, and what it prints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

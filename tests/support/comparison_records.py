@@ -1,7 +1,5 @@
 """Comparisons, and ledger records of trials that no process ran, for the tests of `toolkit compare`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

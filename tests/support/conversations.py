@@ -1,7 +1,5 @@
 """A conversation, its rendering by the chat template, and the tokenised rows that several tests use."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversions of configuration text, and the check that every setting is accounted for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any

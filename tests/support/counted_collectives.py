@@ -1,7 +1,5 @@
 """The payload of each collective that a run counted (tests/scripts/count_collectives.py), and the planned one."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A hub data set as a folder on the disk: two configurations, declared in its README.md."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 Each forked process has its own process group, model and engine; the libraries are already imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

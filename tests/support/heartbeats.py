@@ -1,7 +1,5 @@
 """Heartbeats and stacks of ranks, as a run would write them."""
 
-from __future__ import annotations
-
 from toolkit.record.heartbeat import Heartbeat
 
 # As faulthandler writes it: the main thread last, the innermost frame first.

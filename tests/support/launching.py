@@ -1,7 +1,5 @@
 """Start real distributed runs for tests: through `accelerate launch`, `torchrun` and the toolkit's own commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -44,6 +42,11 @@ MESH_OPTIONS = {"fsdp2_hybrid": ["--parallelism_config_dp_shard_size", "2"]}
 SAVED_STEPS = 6
 SAVED = {"ddp": 1, "zero2": 3, "zero2-lora": 2, "zero3": 2, "zero3-lora": 5, "fsdp2": 4, "fsdp2-lora": 3}
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]  # dropout: the random state must resume too
+
+
+def nightly_launch(test: Any) -> Any:
+    """Mark a test that starts ranks, and that runs in `make test-nightly` only."""
+    return pytest.mark.launch(pytest.mark.nightly(test))
 
 
 def nightly(*values: Any) -> list[Any]:
@@ -141,8 +144,9 @@ def torchrun_words(num_processes: int) -> list[str]:
 
 
 def toolkit(*words: str, cwd: Path = ROOT) -> CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    return run_captured([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
+    """Run a command of the toolkit; a test that launches has it forked, on the CPU, 0.4 s of a processor faster."""
+    environment = cpu_environment() if SERVER_VARIABLE in os.environ else os.environ | {"PYTHONPATH": PYTHON_PATH}
+    return run_warm([sys.executable, "-m", "toolkit", *words], environment, cwd=cwd)
 
 
 def run_captured(command: Sequence[str], environment: dict[str, str], cwd: Path = ROOT) -> CompletedProcess[str]:

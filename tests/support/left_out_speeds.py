@@ -4,8 +4,6 @@ Sources are those of `fixtures/measured_speed.csv` and MosaicML's, each with con
 those of `fixtures/reported_speeds.csv`, to which nothing was fitted.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

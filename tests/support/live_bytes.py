@@ -1,7 +1,5 @@
 """Bytes of the tensors that exist on a CPU, as torch's dispatcher makes them."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

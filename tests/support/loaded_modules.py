@@ -1,7 +1,5 @@
 """Commands of the toolkit and pieces of code in processes of their own: how they end, and which modules they import."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

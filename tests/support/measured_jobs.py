@@ -1,7 +1,5 @@
 """Published jobs with speed or memory (`fixtures/measured_speed.csv`, MosaicML's tables), as the planner takes them."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass

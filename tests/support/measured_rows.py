@@ -3,8 +3,6 @@
 PYTHONPATH=tests/support:. python tests/support/measured_rows.py    # writes the file again
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of tiny models: one per architecture that has formulas, with the options that change its tensors."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of commands as users type them."""
 
-from __future__ import annotations
-
 from command_line import parsed
 
 from toolkit.plan.options import PlanOptions

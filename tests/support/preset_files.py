@@ -1,12 +1,12 @@
 """Preset files that tests write, and the presets that the command line lists."""
 
-from __future__ import annotations
-
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from launching import toolkit
+from command_line import exit_code
 
 
 def write(path: Path, text: str) -> Path:
@@ -23,4 +23,6 @@ def deepspeed_pair(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def listed_presets() -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads(toolkit("presets", "--json").stdout)}
+    with redirect_stdout(io.StringIO()) as printed:
+        assert exit_code("presets", "--json") == 0
+    return {row["name"]: row for row in json.loads(printed.getvalue())}

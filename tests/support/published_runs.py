@@ -1,7 +1,5 @@
 """MosaicML's published A100 runs (`fixtures/mosaicml_a100_2048.csv`), and the sizes of its MPT models."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

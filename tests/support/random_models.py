@@ -1,7 +1,5 @@
 """Models of random weights, for tests and benchmarks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

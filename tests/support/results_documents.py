@@ -1,7 +1,5 @@
 """Documents of the form of results.json that tests change, and the reports that are made of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser

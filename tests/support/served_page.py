@@ -1,7 +1,5 @@
 """`toolkit page` in a process of its own, and requests to it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

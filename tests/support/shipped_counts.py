@@ -5,8 +5,6 @@
 A shipped count is used only with the code and the libraries that counted it; otherwise it is counted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -3,8 +3,6 @@
 By source, by what bounds a step, and calibrated by a run.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ has 4 rows and one accumulation step. Vocabularies are small, because torch's CP
 again for each new shape, which takes longer than the operation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

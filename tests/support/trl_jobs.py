@@ -1,7 +1,5 @@
 """Small jobs for TRL's own scripts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ TRL_ROWS: dict[str, dict[str, Any]] = {
 GENERATES = ["--num_generations", "2", "--max_completion_length", "8", "--reward_funcs", "think_format_reward"]
 
 
-def trl_words(script: str, model: Path, folder: Path) -> list[str]:
+def trl_words(script: str, model: Path, folder: Path, **columns: str) -> list[str]:
     """Write 32 rows, and return the arguments of `trl.scripts.SCRIPT` on the CPU: no steps and no dtype."""
-    rows = [TRL_ROWS[script] for _ in range(32)]
+    rows = [TRL_ROWS[script] | columns for _ in range(32)]
     if script not in ("grpo", "rloo"):
         rows = [row | {"prompt": f"Question {number}?"} for number, row in enumerate(rows)]
     (folder / "rows").mkdir()

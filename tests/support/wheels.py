@@ -1,7 +1,5 @@
 """Wheels of this package, built as a person builds them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

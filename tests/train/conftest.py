@@ -1,7 +1,5 @@
 """Runs that several tests of a module look at."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

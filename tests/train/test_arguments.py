@@ -1,14 +1,12 @@
 """The preset and world size of a launch: from the launcher's own command line, or the environment under torchrun."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launching import ROOT, attested, losses, preset_job, torchrun_preset
+from launching import ROOT, attested, losses, nightly, preset_job, torchrun_preset
 
 from toolkit.errors import ToolkitError
 from toolkit.train.arguments import LaunchContext, accelerate_launch_arguments, context_of_command
@@ -54,9 +52,7 @@ def job(tiny_job: list[str]) -> list[str]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "preset", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("ddp", "zero3")), "fsdp2"]
-)
+@pytest.mark.parametrize("preset", [*nightly("ddp", "zero3"), "fsdp2"])
 def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(
     preset: str, preset_runs: dict[str, Path], tiny_model: Path, faq_alpaca: Path, tmp_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 Two elastic agents on this host stand for the nodes; in tests/cluster a node loses power.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation: which rows are held out, and a loss that does not depend on batches and ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

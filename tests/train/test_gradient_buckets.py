@@ -1,7 +1,5 @@
 """Under DDP, gradients are views of its buckets: the same training without a second copy of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

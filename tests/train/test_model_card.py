@@ -1,7 +1,5 @@
 """The README.md of a trained folder: its facts, its front matter, and its Python, which runs."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

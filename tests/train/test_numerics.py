@@ -3,8 +3,6 @@
 Trained weights are fp32 masters with fp32 optimizer states, frozen ones are held once, in the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

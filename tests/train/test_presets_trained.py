@@ -7,8 +7,6 @@ The tiny Llama has 336,192 parameters: embedding 4,096 x 64 (tied), and two laye
 q 64x64, k and v 32x64, o 64x64, gate, up and down 128x64 each, two norms of 64; one final norm of 64.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

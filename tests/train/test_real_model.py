@@ -1,7 +1,5 @@
 """LoRA on SmolLM2-135M-Instruct with the real data, one run per engine on two CPU ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The uninterrupted runs are those of the fixture `saved_runs`. `ddp` is resumed f
 after kills and signals in test_faults.py.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ codes and log lines are those of a cold start. The toolkit itself knows nothing 
 `Popen` with which it starts a run, and `sitecustomize` does so in each Python that a test starts.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """Everything that a rank imports, for the server that ranks are forked from: it computes nothing, and has no thread."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

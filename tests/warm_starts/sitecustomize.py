@@ -1,7 +1,5 @@
 """Python imports this module in each process of a test: those that start runs fork them from the session's server."""
 
-from __future__ import annotations
-
 import os
 
 if "TOOLKIT_FORK_SERVER" in os.environ:

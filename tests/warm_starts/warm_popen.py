@@ -1,7 +1,5 @@
 """A `subprocess.Popen` with which `toolkit.launch.process.start_process` forks runs from a fork server."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

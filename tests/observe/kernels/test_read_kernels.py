@@ -1,7 +1,5 @@
 """Which kernels a first step ran: each deliberate fault is named, and no honest script is."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

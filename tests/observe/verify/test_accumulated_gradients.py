@@ -1,12 +1,10 @@
 """Gradients between accumulation steps on two real ranks: their bytes, what is sent for them, and the losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from counted_collectives import assert_planned
-from launching import ROOT, accelerate_launch, losses, read
+from launching import ROOT, accelerate_launch, losses, nightly_launch, read
 
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
@@ -35,8 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, faq_alpaca:
     return found
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_each_rank_holds_and_sends_the_planned_accumulated_gradients(runs: dict[str, Path], tiny_model: Path) -> None:
     """fp32 on a CPU: half of them as shards, and twice as many bytes whole."""
     planned = {}
@@ -57,8 +54,7 @@ def test_each_rank_holds_and_sends_the_planned_accumulated_gradients(runs: dict[
     assert losses(runs["sharded"]) == pytest.approx(losses(runs["whole"]), rel=1e-5)
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_reduction_that_is_wrongly_deferred_is_detected(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     ended = accelerate_launch(FSDP2, *words(tmp_path / "run", tiny_model, faq_alpaca), script="defer_reduction")
     assert ended.returncode != 0

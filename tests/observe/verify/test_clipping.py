@@ -1,7 +1,5 @@
 """Gradient clipping is verified by the norm that reaches the optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

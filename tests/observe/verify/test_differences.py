@@ -1,7 +1,5 @@
 """Readings of ranks are checked against the values that a preset requires, and against each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

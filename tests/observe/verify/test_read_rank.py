@@ -1,7 +1,5 @@
 """Activation checkpointing is detected from backward; flags decide only where backward shows nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

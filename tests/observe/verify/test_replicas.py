@@ -1,13 +1,11 @@
 """Ranks that hold the same weights hold the same values: after the first step, at a save and at the end."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, SCRIPTS, accelerate_launch, nightly, read
+from launching import ROOT, SCRIPTS, accelerate_launch, nightly, nightly_launch, read
 
 from toolkit.observe.verify.differences import replica_differences
 from toolkit.record.reading import RankReading
@@ -80,8 +78,7 @@ def test_what_may_differ_between_ranks_is_not_compared(mode: str, tmp_path: Path
     assert read(tmp_path / "run" / "run.json")["replica_checks"] == checks
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_a_layer_that_no_loss_uses_is_no_deviation_under_deepspeed(tmp_path: Path) -> None:
     """ZeRO-1 keeps no gradient for it."""
     ended = observed("plain_saves", tmp_path, preset="zero1")

@@ -1,7 +1,5 @@
 """The verification's own decisions: whose arguments are expected, and what our script adds to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The digest of weights: one changed value or place changes it, and how a tensor is divided does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Runs that would silently train something else: verification ends them, with both values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

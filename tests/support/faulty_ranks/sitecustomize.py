@@ -7,8 +7,6 @@ patches objects of torch, accelerate, DeepSpeed and the toolkit's timer inside t
 itself does not know of it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

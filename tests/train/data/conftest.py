@@ -1,7 +1,5 @@
 """Shared by the tests of data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import datasets

@@ -3,8 +3,6 @@
 The rows of every step follow from seed, epoch and global batch, however many ranks there are.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from typing import Any

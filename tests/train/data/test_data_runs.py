@@ -1,13 +1,10 @@
 """Two-rank runs on streamed rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from launching import ROOT, accelerate_launch, rank_rows, read, toolkit
+from launching import ROOT, accelerate_launch, nightly_launch, rank_rows, read, toolkit
 
 from toolkit.record.heartbeat import read_heartbeats
 
@@ -20,8 +17,7 @@ def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
     return {key: [row[key] for row in found] for key in ("step", "loss", "grad_norm", "batch_sha256")}
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sharegpt: Path, faq_alpaca: Path) -> None:
     chats, rows, held_out = (tmp_path / f"{name}.jsonl" for name in ("chats", "rows", "eval"))
     parts = {chats: (faq_sharegpt, slice(60)), rows: (faq_alpaca, slice(70, 90)), held_out: (faq_alpaca, slice(60, 70))}
@@ -49,8 +45,7 @@ def test_weighted_streams_resume_equal(tmp_path: Path, tiny_model: Path, faq_sha
     assert resumed == {key: [values[index] for index in later] for key, values in whole.items()}
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     unread = "x" * 2**18  # an extra field, so that `toolkit train` checks the first 128 rows only

@@ -1,7 +1,5 @@
 """Training data from several data sets: weights, held-out rows, packing and streams."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable

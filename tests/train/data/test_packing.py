@@ -1,7 +1,5 @@
 """Packing of rows into sequences whose documents do not attend to each other, measured on a live model."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from launching import ROOT, accelerate_launch, rank_rows, read
+from launching import ROOT, accelerate_launch, nightly_launch, rank_rows, read
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from toolkit.errors import AttestationFailed, ToolkitError
@@ -151,8 +149,7 @@ def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: 
             verify_packing(live(model, tokenizer))
 
 
-@pytest.mark.nightly
-@pytest.mark.launch
+@nightly_launch
 def test_a_packed_run_counts_each_supervised_token_once(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
     rows.write_text("".join(faq_alpaca.read_text().splitlines(keepends=True)[:22]))

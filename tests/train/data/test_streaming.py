@@ -1,7 +1,5 @@
 """Streams of rows and tokens: order, lanes, the same steps for any number of ranks, and exact resuming."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

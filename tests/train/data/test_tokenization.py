@@ -1,7 +1,5 @@
 """Tokenisation: supervised tokens, statistics, the cache, and refused rows."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiling layer by layer, and counting what the compiler does, with a backend that generates no code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon trains hidden matrices and AdamW the rest, each as torch's own optimizer would, through one optimizer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ The model is a Llama with 2 layers, hidden 768, intermediate 1024, 1,000 tokens 
 of norms are of 1.2 MB and more. Below 1 MiB DeepSpeed leaves a tensor in memory.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The chunked loss: loss and gradients of the full logits, in every architecture whose head it can take."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

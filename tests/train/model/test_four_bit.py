@@ -1,7 +1,5 @@
 """QLoRA with sharded 4-bit weights on two CPU ranks: bytes, losses, resume, and an adapter that loads again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dtypes of weights: trained ones in fp32, frozen ones in the compute dtype. Patterns freeze parameters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

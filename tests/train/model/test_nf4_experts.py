@@ -1,14 +1,12 @@
 """Fused experts in 4 bits: the problem that decoded weights give, no decoded weight kept, adapters that load again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import attested_ranks, losses
+from launching import attested_ranks, losses, nightly_launch
 from model_configs import EXPERTS, WIDE
 
 from toolkit.job.argument_fields import ModelArguments
@@ -94,8 +92,7 @@ def test_the_forward_keeps_no_decoded_experts_for_the_backward(tmp_path: Path) -
     loss.backward()
 
 
-@pytest.mark.launch
-@pytest.mark.nightly
+@nightly_launch
 @pytest.mark.parametrize("preset", ["zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_each_rank_holds_its_planned_bytes_with_ddps_losses_and_the_adapter_loads_again(

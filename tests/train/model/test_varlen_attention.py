@@ -1,7 +1,5 @@
 """Attention of packed rows without a mask: each document as if it were alone."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
