@@ -49,13 +49,7 @@ REFUSED = "refused: "
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
-# Words of a name that say how a model was tuned or stored, and nothing of its shape.
-TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
-TUNING |= {"think", "sft", "dpo", "hf", "1m", "reasoning", "pretrain", "pretrained", "rl", "fp16", "dynamic", "block"}
-IN_4BIT = {"unsloth", "bnb", "4bit"}
-# Words of copies for inference, and of some that only LoRA trains: their weights are not what a plan is of.
-STORED = {"awq", "gguf", "gptq", "qat", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4", "mxfp4", "mlx", "exl2", "nf4"}
-STORED |= {"4bit", "4bits", "6bit", "8bits", "exl3", "i1", "quantized"}
+TUNING, STORED = ({*words.split()} for words in MODEL_TYPES["words_of_names"].values())
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # What tells a language model from others of its kind.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -297,7 +291,7 @@ def _twins() -> Mapping[tuple[str, str], str]:
 
 
 def _untuned(short: str) -> str:
-    return "-".join(word for word in short.lower().split("-") if word not in TUNING | IN_4BIT)
+    return "-".join(word for word in short.lower().split("-") if word not in TUNING)
 
 
 def made_from(name: str) -> str | None:
@@ -330,7 +324,7 @@ def _squeezed_names() -> Mapping[str, str]:
 def _words(name: str) -> list[str]:
     """The words of a name that say its shape; a file's `Q4_K_M` is none."""
     short = re.sub(r"[-_.]i?q\d_\w+", "", name.lower().rpartition("/")[2])
-    return [word for word in re.split("[-_:]", short) if word and word not in TUNING | IN_4BIT | STORED]
+    return [word for word in re.split("[-_:]", short) if word and word not in TUNING | STORED]
 
 
 def config_path(model: str, *, known: bool = True) -> Path:
