@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
 from toolkit.hardware.gpu_table import custom_gpu
 from toolkit.models import read_model as reading
-from toolkit.models.families import COUNTED, TERMS, family_count
+from toolkit.models.families import COUNTED, FIELDS, TERMS, family_count
 from toolkit.models.read_model import _say_once, bundled_models, config_path, known_models, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.options import PlanOptions
@@ -64,7 +64,8 @@ def test_bundled_models_have_the_exact_number_of_parameters_or_nearly_the_publis
 
 def test_known_models_have_no_files_but_these() -> None:
     names = {path.name for path in reading.KNOWN.glob("*/*/*")}
-    assert names == {"config.json", COUNTED, "terms.json"}
+    assert names == {"config.json", COUNTED, FIELDS, TERMS}
+    assert [path for path in reading.KNOWN.glob(f"*/*/{COUNTED}") if not path.with_name(FIELDS).exists()] == []
 
 
 def test_every_known_model_names_its_source(shapes: dict[str, ModelShape]) -> None:
@@ -212,6 +213,46 @@ def test_the_terms_of_a_counted_model_give_its_own_count() -> None:
         own = read_json_object(folder / COUNTED)
         assert {part: found[part] for part in parts} == {part: own[part] for part in parts}, folder.name
     assert len(of_own) >= 59
+
+
+def test_a_family_is_not_used_for_layers_of_which_no_counted_size_consists() -> None:
+    """LFM2 with attention in every layer, as its configuration has it by default, ended in a traceback."""
+    folder = known_models()["LiquidAI/LFM2-1.2B"].parent
+    values = read_json_object(folder / "config.json")
+    assert family_count(values, [folder]) is not None
+    assert family_count(values | {"layer_types": ["full_attention"] * 16}, [folder]) is None
+
+
+@pytest.mark.parametrize("each", [40, *nightly(1)])
+def test_the_configuration_that_a_fine_tune_saves_has_the_count_of_its_base(each: int, tmp_path: Path) -> None:
+    """Of 162 models without formulas 65 were refused by it in the light installation, and one was planned as tied."""
+    from toolkit.models.count_from_transformers import read_configuration
+
+    counted = [path for path in known_models().values() if path.with_name(COUNTED).exists()]
+    for path in counted[::each]:
+        read_configuration(path).save_pretrained(tmp_path)
+        assert reading.bundled_count(read_json_object(tmp_path / "config.json", allow_nan=True)) == path.with_name(
+            COUNTED
+        )
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-11B-Vision-Instruct", "LiquidAI/LFM2-VL-450M"])
+def test_a_counted_model_with_more_tokens_has_the_tensors_that_transformers_builds(name: str, tmp_path: Path) -> None:
+    """37 of the models without formulas were refused with tokens added, in the light installation."""
+    import torch
+
+    from toolkit.models import count_from_transformers as counting
+
+    path = known_models()[name]
+    config = counting.read_configuration(path)
+    config.get_text_config().vocab_size += 100
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = counting.model_class(config).from_config(config)
+    result = family_count(read_json_object(tmp_path / "config.json"), [path.parent])
+    assert result is not None
+    assert result[0]["outer"] == counting.describe_tensors(model)["outer"]
+    assert result[1] == path.parent.name
 
 
 def test_terms_are_not_used_where_a_size_has_a_name_that_they_do_not_know(tmp_path: Path) -> None:

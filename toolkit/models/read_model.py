@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -32,7 +33,7 @@ from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
 from toolkit.models.config_fields import CONFIG, ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
-from toolkit.models.families import COUNTED, NO_DIMENSIONS, family_count
+from toolkit.models.families import COUNTED, differing, family_count
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import patches_per_token
 from toolkit.versions import installed_version, model_types
@@ -121,25 +122,26 @@ def _counted_or_scaled(counted: Any, values: Mapping[str, Any]) -> ModelShape:
 
 def _scaled_from_family(values: Mapping[str, Any]) -> ModelShape | None:
     """The shape of another size of a family that was counted; None where no such family has these tensors."""
-    result = family_count(values, [path.parent for path in _bundled_counts().values()])
+    result = family_count(values, itertools.chain(*_counted_folders().values()))
     return None if result is None else replace(shape_from_counted(result[0]), scaled_from=result[1])
 
 
 def bundled_count(values: Mapping[str, Any]) -> Path | None:
-    """Return what is shipped of a model with the same dimensions; None where nothing is, or a library is newer."""
-    return _bundled_counts().get(_dimensions(values))
+    """Return what is shipped of the same model; None where nothing is."""
+    folders = _counted_folders().get(str(values.get("model_type")), ())
+    return next((each / COUNTED for each in folders if not differing(values, each)), None)
 
 
 @functools.cache
-def _bundled_counts() -> Mapping[str, Path]:
-    counted = (path for path in known_models().values() if path.with_name(COUNTED).exists())
-    return {_dimensions(json.loads(path.read_text())): path.with_name(COUNTED) for path in counted}
-
-
-def _dimensions(values: Mapping[str, Any]) -> str:
-    """The fields of a configuration that may decide tensors and activations, as text."""
-    kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in NO_DIMENSIONS}
-    return json.dumps(kept, sort_keys=True)
+def _counted_folders() -> Mapping[str, list[Path]]:
+    """The folders of counted models by model type."""
+    folders: dict[str, list[Path]] = {}
+    for path in known_models().values():
+        if path.with_name(COUNTED).exists():
+            folders.setdefault(as_transformers_has_it(json.loads(path.read_text()))["model_type"], []).append(
+                path.parent
+            )
+    return folders
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:
