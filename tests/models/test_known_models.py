@@ -117,8 +117,9 @@ def written(folder: Path, model_type: str, **fields: object) -> str:
     return str(folder)
 
 
-# The third and the fourth are those of a reward model and of EmbeddingGemma.
+# The fourth and the fifth are those of a reward model and of EmbeddingGemma.
 OTHER_TASKS = {
+    "computed token by token in Python": {"model_type": "rwkv"},
     "an encoder with a decoder": {"model_type": "newer_t5", "is_encoder_decoder": True},
     "stored as a classifier": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
     "stored as an embedding model": {"model_type": "gemma3_text", "use_bidirectional_attention": True},

@@ -51,6 +51,7 @@ COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 TUNING, STORED = ({*words.split()} for words in MODEL_TYPES["words_of_names"].values())
+MEASURED = "`toolkit rehearse --script YOUR_SCRIPT` measures it"
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # What tells a language model from others of its kind.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -402,6 +403,9 @@ def _check_type(fields: ConfigFields) -> None:
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
     if kind := _other_kind(model_type, fields.values):
         raise _no_decoder(model_type, kind)
+    for why, types_of_kind in MODEL_TYPES["not_counted"].items():
+        if model_type in types_of_kind.split():
+            raise ToolkitError(f"{model_type} is not planned: {why}", hint=MEASURED)
     types = model_types()
     if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split():
         raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
@@ -436,7 +440,7 @@ def text_part(values: Mapping[str, Any]) -> str | None:
 def _no_decoder(what: str, kind: str) -> ToolkitError:
     return ToolkitError(
         f"{what} is {kind}, whose heads and losses are not planned: only decoders are",
-        hint="`toolkit rehearse --script YOUR_SCRIPT` measures it; a decoder is planned, for example Qwen/Qwen3-0.6B",
+        hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B",
     )
 
 
