@@ -237,6 +237,14 @@ def test_the_configuration_that_a_fine_tune_saves_has_the_count_of_its_base(each
         )
 
 
+def test_a_window_that_is_switched_off_does_not_hide_a_counted_model() -> None:
+    """Qwen2.5-VL's own file has one of 32,768 tokens, which transformers drops."""
+    path = known_models()["Qwen/Qwen2.5-VL-7B-Instruct"]
+    values = read_json_object(path) | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28}
+    assert reading.bundled_count(values) == path.with_name(COUNTED)
+    assert reading.bundled_count(values | {"use_sliding_window": True}) is None
+
+
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-11B-Vision-Instruct", "LiquidAI/LFM2-VL-450M"])
 def test_a_counted_model_with_more_tokens_has_the_tensors_that_transformers_builds(name: str, tmp_path: Path) -> None:
     """37 of the models without formulas were refused with tokens added, in the light installation."""

@@ -24,8 +24,9 @@ TERMS, COUNTED, FIELDS = "terms.json", "counted.json", "fields.json"
 NO_DIMENSIONS = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
     *("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"),
-    *("max_position_embeddings", "model_max_length"),
+    *("max_position_embeddings", "model_max_length", "image_grid_pinpoints"),
 }
+WINDOW = ("sliding_window", "max_window_layers")
 HARMLESS = re.compile(r"^_|^mtp_|_token|^output_|^return_|^model_type$|^is_encoder_decoder$|^rope_|_index$")
 TIED, HEAD = "tie_word_embeddings", "lm_head.weight"
 SIZES = (
@@ -62,8 +63,9 @@ def nested(values: Values) -> dict[str, Any]:
 def fields(values: Values, prefix: str = "") -> dict[str, Any]:
     """Return the fields that may decide tensors or activations, by path: of real numbers, only rates of dropout."""
     result: dict[str, Any] = {}
+    unused = NO_DIMENSIONS.union(WINDOW if values.get("use_sliding_window") is False else ())
     for key, value in values.items():
-        if key in NO_DIMENSIONS or (HARMLESS.search(key) and key != "model_type"):
+        if key in unused or (HARMLESS.search(key) and key != "model_type"):
             continue
         if isinstance(value, dict):
             result |= fields(value, f"{prefix}{key}.") if key.endswith("config") else {}

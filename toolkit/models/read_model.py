@@ -407,7 +407,7 @@ def _check_type(fields: ConfigFields) -> None:
         if model_type in types_of_kind.split():
             raise ToolkitError(f"{model_type} is not planned: {why}", hint=MEASURED)
     types = model_types()
-    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split():
+    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split() and model_type not in types:
         raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
