@@ -23,15 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import LOADER, parse_json, read_json, read_json_object
+from toolkit.files.documents import parse_json, read_json, read_json_object
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
-from toolkit.models.config_fields import CONFIG, ConfigFields, read_config
+from toolkit.models.config_fields import CONFIG, MODEL_TYPES, ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
 from toolkit.models.families import COUNTED, differing, family_count
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
@@ -40,9 +38,6 @@ from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
-MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
-    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
-)
 COUNTING_SECONDS = 300
 COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
 REFUSED = "refused: "
