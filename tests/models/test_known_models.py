@@ -157,27 +157,16 @@ def test_encoders_and_models_of_sound_are_refused_by_name(tmp_path: Path, monkey
     assert "a newer version may" in str(refused.value.hint)
 
 
-# Both need code from the hub, and have the tensors of an architecture of transformers: those of their checkpoints.
-KIMI_K2: dict[str, object] = {
-    **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
-    **{"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "n_shared_experts": 1},
-    **{"num_experts_per_tok": 8, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "n_group": 1},
-    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840, "topk_group": 1},
-    **{"tie_word_embeddings": False, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
-}
-MIMO: dict[str, object] = {
-    **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32},
-    **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151680, "num_nextn_predict_layers": 1},
-}
-
-
 def test_code_of_the_hub_with_known_tensors_is_counted_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "missing_package", lambda *_: ToolkitError("torch is not installed"))
     # `kimi_k2` lacks what is no parameter: biases of the router, and the scales of its fp8 checkpoint
-    assert read_model(written(tmp_path, "kimi_k2", **KIMI_K2)).num_params == 1_026_408_209_408
-    assert read_model(written(tmp_path, "mimo", **MIMO)).num_params == 7_833_409_536
+    counts = {"moonshotai/Kimi-K2-Instruct": 1_026_408_209_408, "XiaomiMiMo/MiMo-7B-Base": 7_833_409_536}
+    for name, count in counts.items():
+        values = read_json_object(known_models()[name])
+        assert values["model_type"] in reading.SAME_TENSORS
+        assert read_model(written(tmp_path, **values)).num_params == count
 
 
 def scaled_pairs() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
