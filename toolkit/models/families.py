@@ -65,7 +65,7 @@ def fields(values: Values, prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     unused = NO_DIMENSIONS.union(WINDOW if values.get("use_sliding_window") is False else ())
     for key, value in values.items():
-        if key in unused or (HARMLESS.search(key) and key != "model_type"):
+        if key in unused or (HARMLESS.search(key) and (key != "model_type" or "vision" in prefix)):
             continue
         if isinstance(value, dict):
             result |= fields(value, f"{prefix}{key}.") if key.endswith("config") else {}
