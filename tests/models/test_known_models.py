@@ -27,39 +27,16 @@ from toolkit.plan.plan_table import PlanAnswer, summary
 from toolkit.plan.planner import make_plans, plan_request
 from toolkit.versions import model_types
 
-# Billions of parameters that are published where the name says none, or rounds it more than the rest.
-PUBLISHED = {
-    **{"openai-community/gpt2": 0.124, "microsoft/phi-2": 2.7, "microsoft/phi-4": 14.7},
-    **{"microsoft/Phi-3-mini-4k-instruct": 3.82, "microsoft/Phi-4-mini-instruct": 3.8},
-    **{"mistralai/Mistral-Large-Instruct-2407": 123, "mistralai/Mixtral-8x7B-v0.1": 46.7},
-    **{"google/gemma-7b": 8.54, "google/gemma-2-2b": 2.6, "Qwen/Qwen2.5-7B": 7.61, "Qwen/Qwen2.5-3B": 3.09},
-    **{"meta-llama/Llama-3.2-1B": 1.23, "meta-llama/Llama-3.2-3B": 3.21, "Qwen/Qwen3-0.6B": 0.6},
-}
-
 
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, ModelShape]:
     return {name: read_model(name) for name in bundled_models()}
 
 
-def published_parameters(model: str) -> float:
-    if model in PUBLISHED:
-        return PUBLISHED[model] * 1e9
-    named = re.search(r"-(\d+(?:\.\d+)?)([mMbB])\b", model)
-    assert named is not None
-    return float(named[1]) * (1e6 if named[2] in "mM" else 1e9)
-
-
-def test_bundled_models_have_the_exact_number_of_parameters_or_nearly_the_published_one(
-    shapes: dict[str, ModelShape],
-) -> None:
-    """The exact number is in the configuration, as its checkpoint's files have it."""
-    exact = {name: read_json(known_models()[name]).get("_num_params") for name in shapes}
-    wrong = [name for name, number in exact.items() if number not in (None, shapes[name].num_params)]
-    rounded = {name: published_parameters(name) for name, number in exact.items() if number is None}
-    assert wrong == []
-    assert {name: shapes[name].num_params for name in rounded} == pytest.approx(rounded, rel=0.09)
-    assert len(exact) - len(rounded) > 60
+def test_bundled_models_have_the_exact_number_of_parameters_that_is_published(shapes: dict[str, ModelShape]) -> None:
+    """It is in the configuration, as its checkpoint's files have it."""
+    published = {name: read_json(known_models()[name])["_num_params"] for name in shapes}
+    assert {name: shape.num_params for name, shape in shapes.items()} == published
 
 
 def test_known_models_have_no_files_but_these() -> None:
