@@ -51,7 +51,6 @@ def count(config: Path, result: Path) -> None:
                 print(f"{config.parent.name}: {counted['why_not_counted']}", file=sys.stderr)
             else:
                 result.write_text(json.dumps(counted, separators=(",", ":")) + "\n")
-                config.with_name(FIELDS).write_text(json.dumps(resolved_fields(config), separators=(",", ":")) + "\n")
         except BaseException as error:
             print(f"{config.parent.name}: {str(error)[:300]}", file=sys.stderr)
     result.with_suffix(".part").unlink(missing_ok=True)
@@ -127,10 +126,13 @@ def main() -> int:
         result = path.with_suffix(".new") if options.check else path
         count(config, result)
         print(name, "counted" if result.exists() else "not counted", round(time.monotonic() - start), flush=True)
+        resolved = json.dumps(resolved_fields(config), separators=(",", ":")) + "\n"
         if options.check:
-            if not result.exists() or not path.exists() or result.read_text() != path.read_text():
-                different.append(name)
+            same = result.exists() and path.exists() and result.read_text() == path.read_text()
+            different += [] if same and resolved == path.with_name(FIELDS).read_text() else [name]
             result.unlink(missing_ok=True)
+        elif result.exists():
+            path.with_name(FIELDS).write_text(resolved)
     print("\n".join(f"differs: {name}" for name in different))
     return int(bool(different))
 
