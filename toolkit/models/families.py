@@ -329,7 +329,7 @@ def _scaled(row: Values, new: Values, old: Values) -> dict[str, Any]:
     def sizes(counted: Values) -> dict[str, tuple[float, float, float]]:
         """By what the parts grow: constant, per token, and per token and position."""
         layers, count = counted["layers_of_kind"], len(counted["kind_of_layer"])
-        scores = counted["num_attention_heads"] if counted["attention"] == "eager" else 1
+        scores = (counted["attention"] == "eager" and counted["num_attention_heads"]) or 1  # a Mamba has no heads
         widest, hidden = max(_widths(layer, counted) for layer in layers), counted["hidden_size"]
         matrix = max(math.prod(shape) for layer in layers for _, shape, _ in layer)
         head = _elements([each for each in counted["outer"] if "lm_head" in each[0]]) or counted["vocab_size"] * hidden
