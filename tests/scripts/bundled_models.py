@@ -29,6 +29,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
 from toolkit.models import count_from_transformers as counting
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
+from toolkit.models.families import FIELDS, fields, nested
 from toolkit.models.read_model import COUNTED, as_transformers_has_it, bundled_models, known_models
 
 SECONDS = 150  # of a processor, for models whose layers differ in many ways
@@ -54,6 +55,24 @@ def count(config: Path, result: Path) -> None:
             print(f"{config.parent.name}: {str(error)[:300]}", file=sys.stderr)
     result.with_suffix(".part").unlink(missing_ok=True)
     os._exit(0)
+
+
+def resolved_fields(config: Path) -> list[dict[str, Any]]:
+    """Return the fields of a configuration as transformers resolves them, for `toolkit.models.families.differing`.
+
+    Those that another file of the same model states too; those that it may leave out, since they are the defaults; and
+    those that it may leave out or have without a value, since they follow from others.
+    """
+    resolved = counting.read_configuration(config)
+    stated, default = fields(nested(json.loads(config.read_text()))), fields(type(resolved)().to_dict())
+    groups: list[dict[str, Any]] = [{}, {}, {}, {}]
+    for path, value in fields(resolved.to_dict()).items():
+        is_default = path in default and default[path] == value
+        groups[1 if is_default else 0 if path in stated else 2][path] = value
+    known = groups[0] | groups[1]
+    groups[3] = {path: value for path, value in stated.items() if path in known and known[path] != value}
+    groups[2] |= {path: value for path, value in stated.items() if all(path not in group for group in groups)}
+    return groups
 
 
 def has_formulas(config: Path, values: dict[str, Any]) -> bool:
@@ -107,10 +126,13 @@ def main() -> int:
         result = path.with_suffix(".new") if options.check else path
         count(config, result)
         print(name, "counted" if result.exists() else "not counted", round(time.monotonic() - start), flush=True)
+        resolved = json.dumps(resolved_fields(config), separators=(",", ":")) + "\n"
         if options.check:
-            if not result.exists() or not path.exists() or result.read_text() != path.read_text():
-                different.append(name)
+            same = result.exists() and path.exists() and result.read_text() == path.read_text()
+            different += [] if same and resolved == path.with_name(FIELDS).read_text() else [name]
             result.unlink(missing_ok=True)
+        elif result.exists():
+            path.with_name(FIELDS).write_text(resolved)
     print("\n".join(f"differs: {name}" for name in different))
     return int(bool(different))
 

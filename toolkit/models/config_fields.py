@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import read_json_object, unexpected
+from toolkit.files.documents import LOADER, read_json_object, unexpected
 from toolkit.units import MIB
 
 CONFIG = "config.json"
+MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
+    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
+)
 MISSING = object()
 # Word in a field's name -> largest value, about ten times that of the largest published models: anything above is a
 # typing error, or an attempt to exhaust the memory of whoever builds the model.
 _LARGEST = {"layer": 2_000, "head": 100_000, "expert": 100_000, "": 2**27}
-_SIZES = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_attention_heads", "n_head"),
-    *("n_heads", "num_heads", "num_key_value_heads", "num_local_experts", "num_experts", "n_routed_experts"),
-    *("n_shared_experts", "hidden_size", "n_embd", "d_model", "vocab_size", "head_dim", "max_position_embeddings"),
-    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "n_positions", "moe_intermediate_size"),
-)
+_SIZES = {*MODEL_TYPES["sizes"]["fields"].split()}
 # A quantized mixture of experts lists each of its layers, in a few MiB.
 MAX_CONFIG_BYTES = 16 * MIB
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")

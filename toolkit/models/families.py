@@ -3,6 +3,9 @@
 `terms.json` beside a counted model has each dimension of its tensors as a sum of products of sizes in the
 configuration (`tests/scripts/family_terms.py` derives it). Tensors of another size are exact, or the family is not
 used. What its layers save is scaled from the nearest counted size, by the widths that a token passes through.
+
+`fields.json` beside it has the fields of its configuration as transformers resolves them (`bundled_models.py` there
+writes it): by these, the configuration that a hub or a fine-tune stores is known to be of the same model.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TERMS, COUNTED = "terms.json", "counted.json"
+TERMS, COUNTED, FIELDS = "terms.json", "counted.json", "fields.json"
 # Fields of a configuration that decide no tensor and nothing that is saved.
 NO_DIMENSIONS = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range", "use_cache"),
     *("quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"),
-    *("max_position_embeddings", "model_max_length"),
+    *("max_position_embeddings", "model_max_length", "image_grid_pinpoints"),
 }
+WINDOW = ("sliding_window", "max_window_layers")
 HARMLESS = re.compile(r"^_|^mtp_|_token|^output_|^return_|^model_type$|^is_encoder_decoder$|^rope_|_index$")
 TIED, HEAD = "tie_word_embeddings", "lm_head.weight"
 SIZES = (
@@ -56,6 +60,46 @@ def nested(values: Values) -> dict[str, Any]:
     return outer | {"text_config": {name: value for name, value in values.items() if name not in outer}}
 
 
+def fields(values: Values, prefix: str = "") -> dict[str, Any]:
+    """Return the fields that may decide tensors or activations, by path: of real numbers, only rates of dropout."""
+    result: dict[str, Any] = {}
+    unused = NO_DIMENSIONS.union(WINDOW if values.get("use_sliding_window") is False else ())
+    for key, value in values.items():
+        if key in unused or (HARMLESS.search(key) and (key != "model_type" or "vision" in prefix)):
+            continue
+        if isinstance(value, dict):
+            result |= fields(value, f"{prefix}{key}.") if key.endswith("config") else {}
+        elif "drop" in key or float not in map(type, value if isinstance(value, list) else [value]):
+            result[prefix + key] = value
+    return result
+
+
+def differing(values: Values, folder: Path) -> list[str]:
+    """Return the paths of the fields in which a configuration differs from that of a counted model."""
+    stated = fields(nested(values))
+    needed, default, derived, other = json.loads((folder / FIELDS).read_text())
+    return [
+        *(path for path, value in needed.items() if stated.get(path) not in (value, other.get(path, value))),
+        *(path for path, value in default.items() if stated.get(path, value) not in (value, other.get(path, value))),
+        *(path for path, value in derived.items() if stated.get(path) not in (None, value)),
+    ]
+
+
+def _with_vocabulary(values: Values, folder: Path) -> dict[str, Any] | None:
+    """What would be counted of a model that differs from a counted one in its number of tokens alone."""
+    different = differing(values, folder) if (folder / FIELDS).exists() else []
+    size = fields(nested(values)).get(different[0]) if len(different) == 1 else None
+    if type(size) is not int or not different[0].endswith("vocab_size"):
+        return None
+    counted, before = _counted(folder), _counted(folder)["vocab_size"]
+    more = size - before  # Mllama embeds eight tokens more than its vocabulary has
+    outer = [
+        [name, [rows + more if before <= rows < before + 64 else rows for rows in shape], is_linear]
+        for name, shape, is_linear in counted["outer"]
+    ]
+    return counted | {"outer": outer, "vocab_size": size}
+
+
 def decides(path: str) -> bool:
     """Return True for a field that may decide dimensions; numbers of layers decide how many layers there are."""
     name = path.rpartition(".")[2]
@@ -72,22 +116,35 @@ def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any
 
     `counted` are the folders of counted models. None where no family has terms that hold for the configuration.
     """
-    values = nested(values)
-    sizes = [folder for folder in counted if _types(_values(folder)) == _types(values)]
+    values, counted = nested(values), list(counted)
+    for folder in (each for each in counted if _values(each).get("model_type") == values.get("model_type")):
+        if result := _with_vocabulary(values, folder):
+            return _with_activations(result, [folder])
+    types = _types(values)
+    sizes = [
+        each for each in counted if all(types.get(path, name) == name for path, name in _types(_values(each)).items())
+    ]
     for base in (folder for folder in sizes if (folder / TERMS).exists()):
         result = _with_terms(values, base)
         if result is not None:
             kinds = [_names(layer) for layer in result["layers_of_kind"]]
             same = [each for each in sizes if [_names(layer) for layer in _counted(each)["layers_of_kind"]] == kinds]
-            nearest = min(same, key=lambda each: abs(math.log(_width(result) / _width(_counted(each)))))
-            rows = [_scaled(row, result, _counted(nearest)) for row in _counted(nearest)["activations"]]
-            return result | {"activations": rows}, nearest.name
+            if same:
+                return _with_activations(result, same)
     return None
 
 
-def _types(values: Values) -> set[tuple[str, Any]]:
+def _with_activations(result: dict[str, Any], same: Sequence[Path]) -> tuple[dict[str, Any], str]:
+    """A model with the activations of the nearest of the counted sizes, scaled; and the name of that size."""
+    nearest = min(same, key=lambda each: abs(math.log(_width(result) / _width(_counted(each)))))
+    rows = [_scaled(row, result, _counted(nearest)) for row in _counted(nearest)["activations"]]
+    return result | {"activations": rows}, nearest.name
+
+
+def _types(values: Values) -> dict[str, str]:
+    """The type of a model and those of its parts, where stated; any encoder of images may stand beside a text part."""
     return {
-        (path, name) for path, name in scalars(values).items() if path.endswith("model_type") and "vision" not in path
+        path: name for path, name in scalars(values).items() if path.endswith("model_type") and "vision" not in path
     }
 
 
@@ -138,7 +195,8 @@ def _with_terms(values: Values, base: Path) -> dict[str, Any] | None:
 
     used = sorted(set(kinds))
     first = [counted["kind_of_layer"].index(kind) for kind in used]
-    tied = bool(_text(values).get(TIED, values.get(TIED, terms["defaults"].get(TIED, counted["tied_embeddings"]))))
+    stated = (each.get(TIED) for each in (values, _text(values), terms["defaults"]))  # the whole model's decides
+    tied = next((bool(each) for each in stated if each is not None), counted["tied_embeddings"])
     depths = {
         value: sizes[path] for path, value in old.items() if path.rpartition(".")[2] in DEPTHS and "vision" in path
     }
@@ -271,7 +329,7 @@ def _scaled(row: Values, new: Values, old: Values) -> dict[str, Any]:
     def sizes(counted: Values) -> dict[str, tuple[float, float, float]]:
         """By what the parts grow: constant, per token, and per token and position."""
         layers, count = counted["layers_of_kind"], len(counted["kind_of_layer"])
-        scores = counted["num_attention_heads"] if counted["attention"] == "eager" else 1
+        scores = (counted["attention"] == "eager" and counted["num_attention_heads"]) or 1  # a Mamba has no heads
         widest, hidden = max(_widths(layer, counted) for layer in layers), counted["hidden_size"]
         matrix = max(math.prod(shape) for layer in layers for _, shape, _ in layer)
         head = _elements([each for each in counted["outer"] if "lm_head" in each[0]]) or counted["vocab_size"] * hidden

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 FP32_BYTES = 4
@@ -123,16 +123,18 @@ def _projected(states: _States, *, rank: int, proj_type: str, limited: bool) -> 
     return held
 
 
-def _bitsandbytes(optim: str, name: str, states: int, *, bits: int) -> OptimizerSpec:
-    return OptimizerSpec(
-        optim=optim,
-        class_name=f"bitsandbytes.{name}",
-        states=_fp32(states) if bits == 32 else _bitsandbytes_8bit(states),
-        # Its `dynamic` and `udynamic` code tables: one for momenta, one for the variance.
-        shared_bytes=0 if bits == 32 else min(states, 2) * FP32_BYTES * 256,
-        paged=optim.startswith("paged"),
-        is_fp32_adamw=name == "AdamW" and bits == 32,
-    )
+def _bitsandbytes(name: str, states: int, optims: str) -> Iterator[OptimizerSpec]:
+    for optim in optims.split():
+        in_8bit = optim.endswith("8bit")
+        yield OptimizerSpec(
+            optim=optim,
+            class_name=f"bitsandbytes.{name}",
+            states=_bitsandbytes_8bit(states) if in_8bit else _fp32(states),
+            # Its `dynamic` and `udynamic` code tables: one for momenta, one for the variance.
+            shared_bytes=min(states, 2) * FP32_BYTES * 256 if in_8bit else 0,
+            paged=optim.startswith("paged"),
+            is_fp32_adamw=name == "AdamW" and not in_8bit,
+        )
 
 
 def _torchao(optim: str, *, bits: int) -> OptimizerSpec:
@@ -155,24 +157,13 @@ _ADAMW = replace(_torch("adamw_torch_fused", "torch.AdamW", _fp32(2)), is_fp32_a
 _ALL = (
     _ADAMW,
     replace(_ADAMW, optim="adamw_torch", step_copies=1),  # torch's foreach kernels; fused ones make no copy
-    _bitsandbytes("adamw_bnb_8bit", "AdamW", 2, bits=8),
-    _bitsandbytes("adamw_8bit", "AdamW", 2, bits=8),
-    _bitsandbytes("paged_adamw_8bit", "AdamW", 2, bits=8),
-    _bitsandbytes("paged_adamw_32bit", "AdamW", 2, bits=32),
+    *_bitsandbytes("AdamW", 2, "adamw_bnb_8bit adamw_8bit paged_adamw_8bit paged_adamw_32bit"),
     _torchao("adamw_torch_8bit", bits=8),
     _torchao("adamw_torch_4bit", bits=4),
     OptimizerSpec(optim="adafactor", class_name="transformers.Adafactor", states=_adafactor),
-    _bitsandbytes("lion_32bit", "Lion", 1, bits=32),
-    _bitsandbytes("lion_8bit", "Lion", 1, bits=8),
-    _bitsandbytes("paged_lion_32bit", "Lion", 1, bits=32),
-    _bitsandbytes("paged_lion_8bit", "Lion", 1, bits=8),
-    _bitsandbytes("ademamix", "AdEMAMix", 3, bits=32),
-    _bitsandbytes("ademamix_8bit", "AdEMAMix", 3, bits=8),
-    _bitsandbytes("paged_ademamix_32bit", "AdEMAMix", 3, bits=32),
-    _bitsandbytes("paged_ademamix_8bit", "AdEMAMix", 3, bits=8),
-    _bitsandbytes("rmsprop_bnb", "RMSprop", 1, bits=32),
-    _bitsandbytes("rmsprop_bnb_32bit", "RMSprop", 1, bits=32),
-    _bitsandbytes("rmsprop_bnb_8bit", "RMSprop", 1, bits=8),
+    *_bitsandbytes("Lion", 1, "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit"),
+    *_bitsandbytes("AdEMAMix", 3, "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"),
+    *_bitsandbytes("RMSprop", 1, "rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit"),
     # Momentum of hidden matrices; AdamW's two states of embeddings, head and norms.
     _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each)),
     _torch("adagrad", "torch.Adagrad", _fp32(1)),

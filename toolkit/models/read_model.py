@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -22,26 +23,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, nearest, shown
 from toolkit.files import write_text
-from toolkit.files.documents import LOADER, parse_json, read_json, read_json_object
+from toolkit.files.documents import parse_json, read_json, read_json_object
 from toolkit.files.paths import cache_folder, user_path
 from toolkit.hardware.gpu_table import Gpu
 from toolkit.installation import missing_package
-from toolkit.models.config_fields import CONFIG, ConfigFields, read_config
+from toolkit.models.config_fields import CONFIG, MODEL_TYPES, ConfigFields, read_config
 from toolkit.models.decoders import shape_from_config, types_with_formulas, with_next_token_layers
-from toolkit.models.families import COUNTED, NO_DIMENSIONS, family_count
+from toolkit.models.families import COUNTED, differing, family_count
 from toolkit.models.shape import Adapter, Adapters, CountedActivations, Layer, ModelShape, Tensor
 from toolkit.models.vision_tower import patches_per_token
 from toolkit.versions import installed_version, model_types
 
 # Facts of well-known models, `OWNER/NAME/config.json` each, with their source in `_source`.
 KNOWN = Path(__file__).with_name("known")
-MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
-    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
-)
 COUNTING_SECONDS = 300
 COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
 REFUSED = "refused: "
@@ -49,13 +45,8 @@ REFUSED = "refused: "
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
-# Words of a name that say how a model was tuned or stored, and nothing of its shape.
-TUNING = {"base", "instruct", "thinking", "chat", "it", "pt", "mix", "coder", "math", "2507", "fp8", "bf16", "meta"}
-TUNING |= {"think", "sft", "dpo", "hf", "1m", "reasoning", "pretrain", "pretrained", "rl", "fp16", "dynamic", "block"}
-IN_4BIT = {"unsloth", "bnb", "4bit"}
-# Words of copies for inference, and of some that only LoRA trains: their weights are not what a plan is of.
-STORED = {"awq", "gguf", "gptq", "qat", "int4", "int8", "8bit", "w4a16", "w8a8", "nvfp4", "mxfp4", "mlx", "exl2", "nf4"}
-STORED |= {"4bit", "4bits", "6bit", "8bits", "exl3", "i1", "quantized"}
+TUNING, STORED = ({*words.split()} for words in MODEL_TYPES["words_of_names"].values())
+MEASURED = "`toolkit rehearse --script YOUR_SCRIPT` measures it"
 COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
 # What tells a language model from others of its kind.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -127,25 +118,26 @@ def _counted_or_scaled(counted: Any, values: Mapping[str, Any]) -> ModelShape:
 
 def _scaled_from_family(values: Mapping[str, Any]) -> ModelShape | None:
     """The shape of another size of a family that was counted; None where no such family has these tensors."""
-    result = family_count(values, [path.parent for path in _bundled_counts().values()])
+    result = family_count(values, itertools.chain(*_counted_folders().values()))
     return None if result is None else replace(shape_from_counted(result[0]), scaled_from=result[1])
 
 
 def bundled_count(values: Mapping[str, Any]) -> Path | None:
-    """Return what is shipped of a model with the same dimensions; None where nothing is, or a library is newer."""
-    return _bundled_counts().get(_dimensions(values))
+    """Return what is shipped of the same model; None where nothing is."""
+    folders = _counted_folders().get(str(values.get("model_type")), ())
+    return next((each / COUNTED for each in folders if not differing(values, each)), None)
 
 
 @functools.cache
-def _bundled_counts() -> Mapping[str, Path]:
-    counted = (path for path in known_models().values() if path.with_name(COUNTED).exists())
-    return {_dimensions(json.loads(path.read_text())): path.with_name(COUNTED) for path in counted}
-
-
-def _dimensions(values: Mapping[str, Any]) -> str:
-    """The fields of a configuration that may decide tensors and activations, as text."""
-    kept = {name: value for name, value in values.items() if not name.startswith("_") and name not in NO_DIMENSIONS}
-    return json.dumps(kept, sort_keys=True)
+def _counted_folders() -> Mapping[str, list[Path]]:
+    """The folders of counted models by model type."""
+    folders: dict[str, list[Path]] = {}
+    for path in known_models().values():
+        if path.with_name(COUNTED).exists():
+            folders.setdefault(as_transformers_has_it(json.loads(path.read_text()))["model_type"], []).append(
+                path.parent
+            )
+    return folders
 
 
 def cached_count(values: Mapping[str, Any]) -> Path:
@@ -297,7 +289,7 @@ def _twins() -> Mapping[tuple[str, str], str]:
 
 
 def _untuned(short: str) -> str:
-    return "-".join(word for word in short.lower().split("-") if word not in TUNING | IN_4BIT)
+    return "-".join(word for word in short.lower().split("-") if word not in TUNING)
 
 
 def made_from(name: str) -> str | None:
@@ -330,7 +322,7 @@ def _squeezed_names() -> Mapping[str, str]:
 def _words(name: str) -> list[str]:
     """The words of a name that say its shape; a file's `Q4_K_M` is none."""
     short = re.sub(r"[-_.]i?q\d_\w+", "", name.lower().rpartition("/")[2])
-    return [word for word in re.split("[-_:]", short) if word and word not in TUNING | IN_4BIT | STORED]
+    return [word for word in re.split("[-_:]", short) if word and word not in TUNING | STORED]
 
 
 def config_path(model: str, *, known: bool = True) -> Path:
@@ -414,8 +406,11 @@ def _check_type(fields: ConfigFields) -> None:
         raise ToolkitError(f"{fields.source} has no `model_type`", hint=f"for example `llama`; known: {_known()}")
     if kind := _other_kind(model_type, fields.values):
         raise _no_decoder(model_type, kind)
+    for why, types_of_kind in MODEL_TYPES["not_counted"].items():
+        if model_type in types_of_kind.split():
+            raise ToolkitError(f"{model_type} is not planned: {why}", hint=MEASURED)
     types = model_types()
-    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split():
+    if model_type in MODEL_TYPES["needs_code_of_the_hub"]["types"].split() and model_type not in types:
         raise _needs_code(f"{fields.source}: model_type {shown(model_type)}", text_part(fields.values))
     if model_type not in types_with_formulas() and types and model_type not in types:
         close = nearest(model_type[:200], types, cutoff=0.85)
@@ -448,7 +443,7 @@ def text_part(values: Mapping[str, Any]) -> str | None:
 def _no_decoder(what: str, kind: str) -> ToolkitError:
     return ToolkitError(
         f"{what} is {kind}, whose heads and losses are not planned: only decoders are",
-        hint="`toolkit rehearse --script YOUR_SCRIPT` measures it; a decoder is planned, for example Qwen/Qwen3-0.6B",
+        hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B",
     )
 
 

@@ -21,8 +21,8 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.")
 ROUTER = "mlp.gate.weight"
 # Modules beside the language model: encoders of images and sound, and what projects their outputs.
 TOWER = re.compile(
-    r"(?:^|\.)(?:visual|vision\w*|audio\w*|embed_vision|embed_audio|image\w*|connector|img_processor|multi_modal_projector)"
-    r"(?:\.|$)"
+    r"(?:^|\.)(?:visual|vision\w*|video\w*|audio\w*|embed_vision|embed_audio|image\w*|connector|img_processor"
+    r"|multi_modal_projector)(?:\.|$)"
 )
 
 

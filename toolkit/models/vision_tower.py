@@ -13,25 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config_fields import MODEL_TYPES
 from toolkit.models.shape import Layer, ModelShape, Tensor
 
 BLOCK = re.compile(r"\.(?:blocks|layers?)\.\d+\.")
 ATTENTION_INPUTS, MLP_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv"), ("fc1", "linear_fc1", "gate_proj", "up_proj")
 MLP_OUTPUTS = ("fc2", "linear_fc2", "down_proj")
-# Patches that become one token where a configuration leaves it out, as transformers does with a default.
-DEFAULT_PATCHES = {
-    9: "diffusion_gemma",
-    4: """aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 glm46v
-    glm4v glm4v_moe glm5_next glm_ocr glmga hunyuan_vl hyperclovax_vision_v2 idefics3 inkling2 internvl lfm2_vl lfm3_vl
-    lighton_ocr llama4 minimax_m3_vl mistral3 mistral_large4 nemotron_h_omni paddleocr_vl qianfan_ocr qwen2_5_vl
-    qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm""",
-}
-# Encoders that are no chain of such blocks, and images that are no tokens of the row.
-OTHER_TOWERS = {
-    "gemma3n": "its encoder of images is a convolutional network",
-    "mllama": "its images are read by cross-attention, and are no tokens of the row",
-    "phi4_multimodal": "its encoder of images is adapted apart",
-}
 
 
 def patches_per_token(values: Mapping[str, Any]) -> int:
@@ -45,8 +32,8 @@ def patches_per_token(values: Mapping[str, Any]) -> int:
     tokens, size, patch = values.get("mm_tokens_per_image"), vision.get("image_size"), vision.get("patch_size")
     if side is None and tokens and size and patch:  # Gemma 3 averages
         return int((size // patch) ** 2 // tokens)
-    default = (number for number, types in DEFAULT_PATCHES.items() if values.get("model_type") in types.split())
-    return int(side) ** 2 if side else next(default, 1)
+    kind, defaults = values.get("model_type"), MODEL_TYPES["patches_per_token"].items()
+    return int(side) ** 2 if side else next((int(number) for number, each in defaults if kind in each.split()), 1)
 
 
 def is_of_images(tensor: Tensor) -> bool:
@@ -59,7 +46,7 @@ def check_image_tokens(shape: ModelShape, image_tokens: int, row_tokens: int) ->
     if image_tokens > row_tokens:
         message = f"--image-tokens is {image_tokens:,}, and a row has {row_tokens:,} tokens, images included"
         raise ToolkitError(message, hint=f"`--max-seq-length {image_tokens + 256}` leaves 256 for the text")
-    if reason := OTHER_TOWERS.get(shape.model_type):
+    if reason := MODEL_TYPES["other_towers"].get(shape.model_type):
         message = f"--image-tokens: {shape.model_type} is not planned with images: {reason}"
         raise ToolkitError(message, hint="without it, rows of text are planned; `toolkit rehearse` measures others")
     if not any(map(is_of_images, shape.outer)):
