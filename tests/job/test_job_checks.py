@@ -18,6 +18,7 @@ def check(preset: str = "ddp", num_processes: int = 2, **arguments: Any) -> list
 
 
 STREAM = {"streaming": "true", "max_steps": "5"}
+SELECTIVE = {"activation_checkpointing": "true", "activation_checkpointing_selective": "true"}
 TWO_STEPS = {"gradient_accumulation_steps": "2"}
 
 
@@ -42,6 +43,12 @@ TWO_STEPS = {"gradient_accumulation_steps": "2"}
         ("ddp", {"memory_snapshot": "true"}, "needs a GPU"),
         ("fsdp2", {"activation_checkpointing": "true", "activation_checkpointing_offload": "true"}, "needs a GPU"),
         ("ddp", {"activation_checkpointing_offload": "true"}, "without --activation_checkpointing"),
+        ("ddp", {"activation_checkpointing_selective": "true"}, "nothing is recomputed"),
+        ("ddp", SELECTIVE | {"activation_checkpointing_offload": "true"}, "would stay on the GPU"),
+        ("ddp", SELECTIVE | {"attn_implementation": "eager"}, "with attention eager: it has no kernel"),
+        ("ddp", SELECTIVE | {"activation_checkpointing_kwargs": '{"use_reentrant": true}'}, "all is recomputed then"),
+        ("zero3", SELECTIVE, "gathers weights in hooks"),
+        ("ep", SELECTIVE | {"ep": "2"}, "never run on stages, nor beside experts"),
         ("ddp", {"profile_steps": "5:3"}, "expected A:B"),
         ("ddp", {"report_to": "wandbb"}, "no tracker 'wandbb'"),
         ("ddp", {"report_to": "dvclive"}, "needs a package that is not installed"),

@@ -52,11 +52,12 @@ ACTIVE, SCORES = 20 + 128 // 2 + 40 + 40, 6 * 8
         ({}, 6 * ACTIVE + 12 * SCORES, 0),
         ({"causal": True}, 6 * ACTIVE + 6 * SCORES, 0),
         ({"recompute": True}, 6 * ACTIVE + 12 * SCORES, 2 * ACTIVE + 4 * SCORES),
+        ({"recompute": True, "recompute_attention": False}, 6 * ACTIVE + 12 * SCORES, 2 * ACTIVE),
         ({"num_trainable_params": 10}, 4 * ACTIVE + 2 * 10 + 12 * SCORES, 0),
         ({"num_adapter_params": 6}, 4 * (ACTIVE + 6) + 2 * 6 + 12 * SCORES, 0),
         ({"count_embeddings": False}, 6 * (ACTIVE - 40) + 12 * SCORES, 0),
     ],
-    ids=["full", "causal", "recomputed", "frozen", "LoRA", "looked up"],
+    ids=["full", "causal", "recomputed", "recomputed without attention", "frozen", "LoRA", "looked up"],
 )
 def test_operations_of_a_token(how: dict[str, Any], model_flops: int, recomputed: int) -> None:
     flops = flops_of(MOE, seq_length=8, **how)

@@ -255,10 +255,11 @@ def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:
     assert planned(tmp_path, "s.sh", "swift sft theirs.yaml --max_length 64").max_seq_length == 64
 
 
-def test_checkpoints_in_host_memory_are_planned_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("activation_checkpointing: true\nactivation_checkpointing_offload: true\n")
+@pytest.mark.parametrize("kind", ["activation_checkpointing_offload", "activation_checkpointing_selective"])
+def test_the_kind_of_checkpointing_is_planned_from_a_file(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"activation_checkpointing: true\n{kind}: true\n")
     found = configured_plan(tmp_path / "job.yaml", str(LLAMA_8B_CONFIG), PlanOptions(), given=())
-    assert found.options.activation_checkpointing_offload
+    assert getattr(found.options, kind)
     assert "not used" not in found.described
 
 

@@ -173,6 +173,15 @@ def test_offloaded_checkpoints_leave_one_layers_input_on_the_gpu_and_all_in_host
     assert moved.host.training_bytes - here.host.training_bytes == 8 * 32 * inputs  # a power of two
 
 
+def test_selective_checkpointing_keeps_attentions_output_and_a_statistic_per_head() -> None:
+    full, selective = (
+        on_gpus("fsdp2", length=32_768, loss="chunked", activation_checkpointing_selective=kept)
+        for kept in (False, True)
+    )
+    kept = [phase.activation_bytes for plan in (full, selective) for phase in plan.phases if phase.phase == "forward"]
+    assert kept[1] - kept[0] == 32 * 32_768 * (2 * 32 * 128 + 4 * 32)  # layers x tokens x (bf16 + fp32)
+
+
 def test_a_checkpoint_saves_one_input_per_layer_which_is_what_an_offload_moves() -> None:
     import torch
     from torch.autograd.graph import saved_tensors_hooks

@@ -24,7 +24,7 @@ from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.methods import Method
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.step_parts import CALIBRATION, Calibration
+from toolkit.plan.step_parts import CALIBRATION, FLASH_2, Calibration
 from toolkit.plan.step_time import PAIR_SPREAD, MeasuredStep, StepTime, step_time
 from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
@@ -191,6 +191,14 @@ def test_adam_moves_28_bytes_per_parameter_and_checkpointing_costs_time_that_mfu
     plain, recomputed = timed("ddp"), timed("ddp", activation_checkpointing=True)
     assert recomputed.flops_per_token == plain.flops_per_token
     assert recomputed.compute_seconds == pytest.approx(4 / 3 * plain.compute_seconds, rel=0.05)
+
+
+def test_selective_checkpointing_saves_the_second_run_of_attention() -> None:
+    how: dict[str, Any] = {"per_device_train_batch_size": 64, "activation_checkpointing": True}
+    full, selective = (timed("ddp", **how, activation_checkpointing_selective=kept) for kept in (False, True))
+    attention = 64 * 1024 * flops_of(SETUP.shape, seq_length=1024, causal=True).attention_forward
+    assert full.compute_seconds - selective.compute_seconds == pytest.approx(attention / (312e12 * FLASH_2))
+    assert full.flops_per_token == selective.flops_per_token
 
 
 def test_short_rows_take_as_long_as_the_launches_of_their_kernels_and_the_interval_says_so() -> None:

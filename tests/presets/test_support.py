@@ -139,6 +139,7 @@ METHODS: dict[str, dict[str, str]] = {
     **{"8-bit AdamW": {"optim": "adamw_bnb_8bit"}, "save only model": {"save_only_model": ON}},
     "whole gradients": {"accumulate": "whole", "gradient_accumulation_steps": "2"},
     "checkpointing offload": {"activation_checkpointing": ON, "activation_checkpointing_offload": ON},
+    "selective checkpointing": {"activation_checkpointing": ON, "activation_checkpointing_selective": ON},
 }
 
 

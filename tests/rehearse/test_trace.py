@@ -14,7 +14,7 @@ HELD = NUM_PARAMS // 4 + 2 * (253 * 4 - 1009) * 64 // 4
 
 pytestmark = pytest.mark.launch
 
-Trace = Callable[[str], dict[str, Any]]
+Trace = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     words += ["--loss", "full", "--gradient_accumulation_steps", "2"]
 
     @cache
-    def trace(accumulate: str) -> dict[str, Any]:
-        given = ["--fake-tensors", "--json", "--", *words, "--accumulate", accumulate]
+    def trace(accumulate: str, *more: str) -> dict[str, Any]:
+        given = ["--fake-tensors", "--json", "--", *words, "--accumulate", accumulate, *more]
         ended = toolkit("rehearse", "--preset", "fsdp2", "--num-processes", "4", *given)
         assert ended.returncode == 0, ended.stderr
         return dict(json.loads(ended.stdout))
@@ -60,3 +60,12 @@ def test_fake_tensors_count_what_waits_between_accumulation_steps(trace: Trace) 
     waiting = {name: peak["forward"]["total_bytes"] for name, peak in peaks.items()}
     assert waiting["whole"] - waiting["sharded"] == 2 * NUM_PARAMS - 4 * HELD
     assert [peak["step"]["parts"]["gradient"] for peak in peaks.values()] == [4 * HELD] * 2
+
+
+@pytest.mark.nightly
+def test_fake_tensors_count_what_selective_checkpointing_keeps(trace: Trace) -> None:
+    """Per layer and token attention's output in bf16, and an fp32 statistic of each head."""
+    full, on = ("--activation_checkpointing", "true"), ("--activation_checkpointing_selective", "true")
+    traced = [trace("sharded", *words)["peaks"]["forward"]["total_bytes"] for words in ((*full, *on), full)]
+    heads, width = LLAMA["num_attention_heads"], LLAMA["hidden_size"]
+    assert traced[0] - traced[1] == LLAMA["num_hidden_layers"] * 16 * 256 * (2 * width + 4 * heads)

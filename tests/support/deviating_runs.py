@@ -87,6 +87,13 @@ DEVIATIONS = (
         "--activation_checkpointing true",
         None,
     ),
+    Deviation(
+        "activation_checkpointing_selective",
+        "attention is recomputed",
+        under("recomputes_attention", "ddp", "fsdp2"),
+        "--activation_checkpointing true --activation_checkpointing_selective true",
+        None,
+    ),
     Deviation("pipeline_schedule", "GPipe runs", under("other_schedule", "pipeline_1f1b"), PIPELINE, None),
     Deviation("accumulate", "whole gradients", under("accumulates_whole", "fsdp2"), ACCUMULATES, None),
     Deviation("seed", "another on rank 1", under("seed_on_rank_1", *ENGINES), trl=None),

@@ -46,6 +46,29 @@ def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, pre
     assert len(set(map(frozenset, saved))) == 1
 
 
+SELECTIVE = ("--activation_checkpointing_selective", "true")
+SELECTED = [("ddp", "--bf16 true"), ("ddp", "--packing true"), ("zero2", "--gradient_accumulation_steps 2")]
+SELECTED += [("fsdp2", "--lora_r 4 --lora_dropout 0.1"), ("tp", "--tp 2"), ("cp", "--cp 2")]
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"), [SELECTED[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in SELECTED[1:])]
+)
+def test_selective_checkpointing_trains_bit_for_bit_as_full_checkpointing(
+    start: Start, preset: str, words: str
+) -> None:
+    job = (*NOT_SAVED, "--activation_checkpointing", "true", *words.split())
+    full, selective = start(preset, *job), start(preset, *job, *SELECTIVE)
+    for number in range(2):
+        own, expected = (
+            [(row["loss"], row["grad_norm"]) for row in rank_rows(run, number)] for run in (selective, full)
+        )
+        assert own == expected
+    for run, kept in ((full, False), (selective, True)):
+        for rank in attested_ranks(run):
+            assert (rank["activation_checkpointing"], rank["activation_checkpointing_selective"]) == (True, kept)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["zero3", "fsdp2"])
 def test_the_chunked_loss_is_the_full_one_where_checkpointed_layers_are_sharded(start: Start, preset: str) -> None:

@@ -46,14 +46,14 @@ BATCH_4 = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps"
 
 
 def test_the_users_own_setting_comes_first_then_those_with_the_fewest_changes() -> None:
-    field = make_field(options(*BATCH_4, preset=("ddp", "zero2"), keep=("compile", "loss")), "ddp")
-    assert names(field)[:7] == [
+    field = make_field(options(*BATCH_4, preset=("ddp", "zero2"), keep=("compile", "loss", "attention")), "ddp")
+    assert names(field)[:8] == [
         YOURS,
-        *("ddp_b1x8", "ddp_b2x4", "ddp_b8x1", "ddp_b4x2_checkpointing", "zero2_b4x2"),
-        "ddp_b1x8_checkpointing",
+        *("ddp_b1x8", "ddp_b2x4", "ddp_b8x1", "ddp_b4x2_checkpointing", "ddp_b4x2_checkpointing_selective"),
+        *("zero2_b4x2", "ddp_b1x8_checkpointing"),
     ]
     assert len(field.settings) == 12
-    assert kinds(field) == {"invalid": 1, "not among the first": 4}  # 2 presets x 4 batches x 2, without 12
+    assert kinds(field) == {"invalid": 1, "not among the first": 12}  # 2 presets x 4 batches x 3, without 12
 
 
 def test_every_setting_keeps_the_sequences_of_a_step_and_everything_but_its_parts() -> None:
@@ -61,7 +61,8 @@ def test_every_setting_keeps_the_sequences_of_a_step_and_everything_but_its_part
     field = make_field(chosen, "ddp")
     own = Job.from_argv(chosen.training_arguments)
     free = {"per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "loss"}
-    free |= {"activation_checkpointing_offload", "use_liger_kernel", "torch_compile"}
+    free |= {"activation_checkpointing_offload", "activation_checkpointing_selective", "attn_implementation"}
+    free |= {"use_liger_kernel", "torch_compile"}
     assert len(set(names(field))) == len(field.settings) == 100
     for setting in field.settings:
         job = Job.from_argv([*chosen.training_arguments, *setting.words])
@@ -74,7 +75,7 @@ def test_every_setting_keeps_the_sequences_of_a_step_and_everything_but_its_part
 
 def test_a_global_batch_size_is_kept_with_other_batches() -> None:
     words = ("--global_batch_size", "16", "--per_device_train_batch_size", "2")
-    field = make_field(options(*words, keep=("preset", "checkpointing", "loss", "compile")), "ddp")
+    field = make_field(options(*words, keep=("preset", "checkpointing", "attention", "loss", "compile")), "ddp")
     assert names(field) == [YOURS, "ddp_b1x8", "ddp_b4x2", "ddp_b8x1"]
     spec = make_specification(compare_options(options(*words), field))
     for row in spec.rows():
@@ -88,6 +89,25 @@ def test_on_a_cpu_what_needs_a_gpu_is_invalid_and_presets_that_need_degrees_are_
     assert {"liger", "checkpointing_offload", "tp", "zeropp", "zero3_nvme_offload", "single"} <= set(invalid)
     assert "needs a GPU" in invalid["liger"]
     assert not any(setting.preset in ("tp", "zeropp") for setting in field.settings)
+
+
+def test_attention_is_searched_among_what_the_gpu_runs() -> None:
+    """Flash attention 3 is built for Hopper, 2 for Ampere and later."""
+
+    def values(gpu: str, *words: str) -> tuple[set[str], dict[str, str]]:
+        others = ("preset", "batch", "checkpointing", "loss", "compile")
+        field = make_field(on_h100s(*words, model=SMALL, gpu=gpu, keep=others), "ddp")
+        assert {name for setting in field.settings for name in setting.changes} <= {"attn_implementation"}
+        refused = {each.name: each.why for each in field.not_tried}
+        return {setting.changes["attn_implementation"] for setting in field.settings[1:]}, refused
+
+    tried, refused = values("h200")
+    assert tried == {"flash_attention_2", "flash_attention_3"}
+    assert set(refused) == {"sdpa_varlen", "eager"}
+    tried, refused = values("a100-80gb")
+    assert tried == {"flash_attention_2"}
+    assert refused["flash_attention_3"] == "flash_attention_3 has no kernels for this GPU"
+    assert "sdpa" in values("h200", "--packing", "true")[0]  # whose own is a function without a mask
 
 
 def test_what_does_not_fit_on_a_named_gpu_is_not_tried_and_what_is_too_close_is() -> None:

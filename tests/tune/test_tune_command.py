@@ -95,7 +95,7 @@ def test_a_search_whose_trials_are_in_the_ledger_starts_nothing_and_ends_as_they
         resume=True,
         rounds=2,
         max_settings=2,
-        keep=("preset", "checkpointing", "loss", "compile"),
+        keep=("preset", "checkpointing", "attention", "loss", "compile"),
         training_arguments=(*job, "--per_device_train_batch_size", "2"),
     )
     for repeat in range(2):

@@ -335,6 +335,7 @@ def with_efficiency(row: Row, trials: Sequence[Run], *, shape: ModelShape | None
         num_trainable_params=trainable,
         num_adapter_params=adapters,
         recompute=bool(problem.activation_checkpointing),
+        recompute_attention=not problem.activation_checkpointing_selective,
     )
     causal = counted(causal=True)
     flops = FlopsPerToken(

@@ -166,6 +166,7 @@ class TrainedProblem(BaseModel):
     reduce_dtype: Fact = None
     gradient_clipping: Fact = None
     activation_checkpointing: Fact = None
+    activation_checkpointing_selective: Fact = None
     num_trainable_params: Fact = None
     initial_weights_sha256: Fact = None
     ddp_comm_hook: Fact = None

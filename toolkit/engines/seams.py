@@ -119,6 +119,7 @@ SEAMS: tuple[Seam, ...] = (
         "the same",
     ),
     Seam("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper", "recomputed layers"),
+    Seam("torch._ops::_schema", "the arguments of an attention kernel, for its dropout"),
     Seam("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:OffloadWrapper", "offloaded activations"),
     Seam("torch.distributed.tensor:DTensor._local_tensor", "this rank's part"),
     Seam("torch.distributed.checkpoint.filesystem::_get_metadata_path", "metadata is read without unpickling code"),

@@ -96,6 +96,7 @@ class ModelArguments:
         limits=Range(lowest=1, highest=2**40),
     )
     activation_checkpointing_offload: bool = _argument(False, "keep the checkpointed activations in host memory")
+    activation_checkpointing_selective: bool = _argument(False, "keep attention's outputs, and recompute only the rest")
     ddp_comm_hook: str | None = _argument(
         None,
         "compress gradients between ranks (DDP): bf16, fp16, power_sgd",

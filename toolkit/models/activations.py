@@ -228,6 +228,15 @@ class Activations:
         return number * (self.residual_bytes if eager else 1) * seq_length**2 * (rows if padded else 1)
 
     @property
+    def attention_output_bytes(self) -> int:
+        """Bytes per token and layer of what attention's kernel returns: its output, and a statistic per head in fp32.
+
+        Selective checkpointing keeps these. Flash attention saves no more (https://arxiv.org/abs/2205.14135, 3.1).
+        """
+        heads = self.shape.num_attention_heads
+        return 2 * heads * self.shape.head_dim + 4 * heads
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
         return 4 if self.casts_weights or self.fp32_residual else 2

@@ -21,7 +21,8 @@ class TokenFlops:
     dense_backward: int
     """2 per parameter for the gradient of its input, and 2 per trained parameter for its own gradient."""
     attention_backward: int
-    recomputed: int = 0  # activation checkpointing: one more forward pass
+    recomputed: int = 0  # activation checkpointing: one more forward pass, of selective one without attention
+    attention_recomputed: int = 0  # of it
 
     @property
     def forward_flops(self) -> int:
@@ -47,6 +48,7 @@ def flops_of(
     num_adapter_params: int = 0,
     causal: bool = False,
     recompute: bool = False,
+    recompute_attention: bool = True,
     count_embeddings: bool = True,
 ) -> TokenFlops:
     """Return the operations for a model: 6·N + 12·L·d·s for full fine-tuning with full attention.
@@ -65,12 +67,14 @@ def flops_of(
     trained = (num_adapter_params or num_params) if num_trainable_params is None else num_trainable_params
     width = shape.num_attention_heads * shape.head_dim
     attention = 4 * shape.num_layers * width * seq_length // (2 if causal else 1)
+    again = attention if recompute and recompute_attention else 0
     return TokenFlops(
         dense_forward=2 * num_params,
         attention_forward=attention,
         dense_backward=2 * num_params + 2 * min(trained, num_params),
         attention_backward=2 * attention,
-        recomputed=2 * num_params + attention if recompute else 0,
+        recomputed=2 * num_params + again if recompute else 0,
+        attention_recomputed=again,
     )
 
 

@@ -79,10 +79,11 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
         casts = tokens * adapter_input_bytes(shape)
         layer_backward += tokens * FP32_BYTES * (width + hidden)
     by_layers = tokens * saved.layers.token_bytes(length) + casts
-    masks = 0
+    masks, selective = 0, job.activation_checkpointing_selective
     if job.activation_checkpointing:  # saves the inputs of layers, all but one in host memory if they are offloaded
         masks = activations.mask_bytes(rows=job.rows, seq_length=length, padded=padded, varlen=varlen)
         by_layers = residual * (1 if job.activation_checkpointing_offload else shape.num_layers) + masks
+        by_layers += tokens * activations.attention_output_bytes * (shape.num_layers if selective else 0)
     # Attention exchanges before its layer's MLP has saved anything, and in the backward after that is gone.
     of_attention, of_mlp = (tokens * each for each in activations.exchanged_bytes_per_token)
     of_attention -= tokens * activations.mlp_bytes_per_token

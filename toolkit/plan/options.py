@@ -130,6 +130,10 @@ class PlanOptions(JobAndGpuOptions):
         bool,
         Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory"),
     ] = False
+    activation_checkpointing_selective: Annotated[
+        bool,
+        Option("--activation-checkpointing-selective", help="keep attention's outputs, and recompute only the rest"),
+    ] = False
     lora_target_modules: Annotated[
         tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
     ] = ()

@@ -229,6 +229,7 @@ def _heading(answer: PlanAnswer) -> str:
         ", ".join(f"{name} {degree}" for name, degree in job.degrees.items()),
         "activation checkpointing" if job.activation_checkpointing else "",
         "its checkpoints in host memory" if job.activation_checkpointing_offload else "",
+        "attention's outputs kept" if job.activation_checkpointing_selective else "",
         f"counted on the {shape.counted_on}" if shape.counted_on != "arithmetic" else "",
     ]
     if shape.activations_from == "llama":

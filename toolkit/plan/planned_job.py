@@ -53,7 +53,7 @@ OPEN_OPTIONS = ("attn_implementation", "save_on_gpu", "zero3_init")
 PLANNED_ARGUMENTS = (
     *(*BATCH_ARGUMENTS, "packing", "attn_implementation", "lora_r", "lora_target_modules", "load_in_4bit", "optim"),
     *("loss_chunk_tokens", "async_save", "pipeline_schedule", "pipeline_chunks", *DEGREES),
-    "activation_checkpointing_offload",
+    *("activation_checkpointing_offload", "activation_checkpointing_selective"),
     *("eval_strategy", "per_device_eval_batch_size"),
 )
 
@@ -117,7 +117,7 @@ class PlannedJob(Job):
         )
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         given["lora_target_modules"] = given.get("lora_target_modules") or ALL_LINEAR
-        if given.get("activation_checkpointing_offload"):
+        if given.get("activation_checkpointing_offload") or given.get("activation_checkpointing_selective"):
             given.setdefault("activation_checkpointing", True)
         if getattr(options, "oft_block_size", None):
             given.setdefault("lora_r", 1)  # adapters beside frozen weights, without a rank
@@ -306,13 +306,8 @@ class PlannedJob(Job):
     def argument_values(self) -> dict[str, Any]:
         """Length, batch, degrees, and what is not the default, as training arguments."""
         values = {name: self.value(name) for name in BATCH_ARGUMENTS} | self.degrees
-        chosen = (
-            "accumulate",
-            "activation_checkpointing",
-            "activation_checkpointing_offload",
-            "lora_r",
-            "load_in_4bit",
-        )
+        kinds = ("activation_checkpointing", "activation_checkpointing_offload", "activation_checkpointing_selective")
+        chosen = ("accumulate", *kinds, "lora_r", "load_in_4bit")
         values |= {name: self.value(name) for name in chosen if self.value(name)}
         return values | ({} if self.optim == DEFAULT_OPTIMIZER else {"optim": self.optim})
 

@@ -126,7 +126,7 @@ def plan_request(model: str, options: PlanOptions) -> PlanRequest:
         raise ToolkitError("--vllm colocate takes a share of a GPU, and none is named", hint="add `--gpu h100`")
     full_length = options.equal_lengths or options.verify  # a rehearsal's rows all have the full length
     job, recomputes = PlannedJob.from_options(options, full_length=full_length), options.activation_checkpointing
-    recomputes = True if recomputes is None and job.activation_checkpointing_offload else recomputes
+    recomputes = job.activation_checkpointing or None if recomputes is None else recomputes
     finds_batch = options.per_device_train_batch_size is None
     if finds_batch and options.gradient_accumulation_steps is None and job.pp:  # any number that suits the stages
         job = replace(job, gradient_accumulation_steps=job.pp)

@@ -85,6 +85,7 @@ def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
         num_adapter_params=adapters,
         causal=causal,
         recompute=recompute,
+        recompute_attention=not setup.job.activation_checkpointing_selective,
         count_embeddings=not causal,
     )
     if not setup.job.image_tokens:
@@ -119,7 +120,7 @@ def compute_seconds(
     """
     own_tokens = round(tokens) if own_tokens is None else own_tokens
     share = _matmul_share(gpu)
-    attention = flops.attention_forward * (2 if flops.recomputed else 1) + flops.attention_backward
+    attention = flops.attention_forward + flops.attention_recomputed + flops.attention_backward
     operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak

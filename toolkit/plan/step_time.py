@@ -213,7 +213,7 @@ def step_time(
     causal, tp = operations_of(setup, causal=True), setup.engine.tp
     fixed = partial(compute_seconds, interconnect.gpu, setup.shape, job, calibration, peak=peak, tp=tp)
     on_gpu_seconds = partial(fixed, tokens=tokens, own_tokens=own_tokens)
-    scored = replace(causal, dense_backward=0, attention_backward=0, recomputed=0)
+    scored = replace(causal, dense_backward=0, attention_backward=0, recomputed=0, attention_recomputed=0)
     scoring = on_gpu_seconds(flops=scored)
     on_gpu = on_gpu_seconds(flops=causal) + job.method.scoring_forwards * scoring
     on_gpu += weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)

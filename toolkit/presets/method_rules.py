@@ -17,6 +17,12 @@ _GPU_ONLY_METHODS = {
     "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
     "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
 }
+# Attention of which no operator's output can be kept for the backward pass.
+_NOTHING_TO_KEEP = {
+    "eager": "it has no kernel, whose output could be kept",
+    "flex_attention": "its compiled kernel was never run so",
+    "flash_attention_4": "its kernels are no operators of torch",
+}
 
 
 def freeze_and_train_only(case: Case) -> Answers:
@@ -24,11 +30,39 @@ def freeze_and_train_only(case: Case) -> Answers:
         yield job_answer("--freeze and --train_only together", "use one of them")
 
 
-def checkpointing_offload(case: Case) -> Answers:
-    if case.job.activation_checkpointing_offload and not case.job.uses_activation_checkpointing:
-        option = "--activation_checkpointing"
+def checkpointing_kind(case: Case) -> Answers:
+    job, model, option = case.job, case.model.attention, "--activation_checkpointing"
+    if job.activation_checkpointing_offload and not job.uses_activation_checkpointing:
         why = f"{option}_offload without {option}: there are no checkpoints to offload"
         yield job_answer(why, f"add `{option} true`")
+    given = job.activation_checkpointing_kwargs or job.gradient_checkpointing_kwargs or {}
+    without_sdpa = job.attn_implementation in (None, AUTO) and model is not None and not model.sdpa
+    attention = "eager" if without_sdpa else str(job.attn_implementation)
+    nothing = _NOTHING_TO_KEEP.get(attention)
+    refused = (
+        (not job.uses_activation_checkpointing, f"without {option}: nothing is recomputed", f"add `{option} true`"),
+        (job.activation_checkpointing_offload, f"with {option}_offload: its outputs would stay on the GPU", "use one"),
+        (
+            given.get("use_reentrant"),
+            "with use_reentrant: all is recomputed then",
+            f"leave it out of `{option}_kwargs`",
+        ),
+        (nothing, f"with attention {attention}: {nothing}", "leave it out, or `--attn_implementation sdpa`"),
+    )
+    for is_so, why, hint in refused:
+        if is_so and job.activation_checkpointing_selective:
+            yield job_answer(f"{option}_selective {why}", hint)
+
+
+def selective_checkpointing(case: Case, preset: PresetSpec) -> Answers:
+    """torch replays the operators of the forward pass (2.13, `_CachedTorchDispatchMode`), and raises for others."""
+    why = None
+    if preset.traits.breaks_compiled_graphs(preset.sharding) is not None:
+        why = "ZeRO-3 gathers weights in hooks, in the backward pass at other places than in the forward pass"
+    elif {"pp", "ep"} & set(preset.parallel):
+        why = "it was never run on stages, nor beside experts of other ranks"
+    if why is not None and case.job.activation_checkpointing_selective:
+        yield method_answer(case, "activation_checkpointing_selective", why, "`--preset fsdp2`, or leave it out")
 
 
 def four_bit_needs_lora(case: Case) -> Answers:

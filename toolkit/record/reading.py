@@ -79,8 +79,9 @@ class RankReading(BaseModel):
     """Parameters of the complete model, adapters included."""
     activation_checkpointing: bool | None = None
     activation_checkpointing_offload: bool | None = None
+    activation_checkpointing_selective: bool | None = None
     """True if a module's forward ran again in the first backward (with `torch_compile`: if configured). If its inputs
-    are in host memory."""
+    are in host memory. If attention's outputs were kept."""
     seed: int | None = None
     """Seed of the process's random state."""
     torch_compile: bool | None = None

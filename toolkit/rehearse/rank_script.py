@@ -31,6 +31,7 @@ from toolkit.rehearse.stand_ins import (
 from toolkit.rehearse.trace import Facts, prepare, trace_step
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import Arguments, LaunchContext, parse_args, set_up_libraries
+from toolkit.train.engine.selective_checkpointing import prepare_checkpoints
 from toolkit.train.model.chunked_loss import apply_loss
 from toolkit.train.model.loading import from_pretrained
 from toolkit.train.trainer import build_trainer
@@ -84,6 +85,7 @@ def trace_job(args: Arguments, launch: LaunchContext) -> Facts:
             apply_loss(trainer, args.job)
         expected = ExpectedRun(preset=launch.preset, world_size=launch.world_size, dp_shard_size=launch.dp_shard_size)
         prepare(trainer, memory)
+        prepare_checkpoints(trainer.model_wrapped, selective=args.job.activation_checkpointing_selective)
         rows, length = args.training.per_device_train_batch_size, args.job.max_seq_length
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         batch = {"input_ids": tokens, "labels": tokens}

@@ -40,6 +40,7 @@ from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, hook_
 from toolkit.train.engine.compiled_layers import compile_layers, start_compiler
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload
+from toolkit.train.engine.selective_checkpointing import keeps_attention, prepare_checkpoints
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 
 
@@ -92,6 +93,11 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         """Make the Trainer's accelerator; its DDP keeps no gradient twice, on its own and in a bucket."""
         super().create_accelerator_and_postprocess()
         self.accelerator.ddp_handler.gradient_as_bucket_view = True
+
+    def _prepare_for_training(self, *args: Any) -> Any:
+        prepared = super()._prepare_for_training(*args)
+        prepare_checkpoints(self.model_wrapped, selective=self.run.arguments.job.activation_checkpointing_selective)
+        return prepared
 
     @property
     def counts_tokens(self) -> bool:
@@ -147,8 +153,10 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         return loss, None, None
 
     def read_methods(self, plain: Any) -> RankReading:
-        """Read the communication hook and the loss in effect; `plain` is the model without wrappers."""
-        return RankReading.of(ddp_comm_hook=hook_name(self.model_wrapped)) | read_loss(plain)
+        """Read the communication hook, what checkpoints keep, and the loss; `plain` is the model without wrappers."""
+        selective = keeps_attention(plain)
+        hook = hook_name(self.model_wrapped)
+        return RankReading.of(ddp_comm_hook=hook, activation_checkpointing_selective=selective) | read_loss(plain)
 
     def save_states(self, checkpoint: Path) -> None:
         """Write where this rank's stream is."""
@@ -265,6 +273,7 @@ def expected_readings(arguments: Arguments) -> Values:
         "seed": training.seed,
         "ddp_comm_hook": job.ddp_comm_hook,
         "activation_checkpointing_offload": job.activation_checkpointing_offload,
+        "activation_checkpointing_selective": job.activation_checkpointing_selective,
         "torch_compile": job.compilation is not None,
         "neftune_noise_alpha": training.neftune_noise_alpha,
         "load_in_4bit": job.load_in_4bit,

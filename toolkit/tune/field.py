@@ -2,11 +2,12 @@
 
 A setting keeps the problem: the sequences of a step, their length, the optimizer, its rate and the dtypes. It changes
 the preset, the per-GPU batch (with the accumulation steps that keep the sequences of a step), activation checkpointing,
-the loss and `torch.compile`. The user's own setting is always the first.
+the attention function, the loss and `torch.compile`. The user's own setting is always the first.
 
 The plan prunes before anything runs: what is invalid here, what does not fit, and, on a known GPU, what cannot win,
 because the best case of its step time is slower than the worst case of the best plan. What a plan calls too close is
-tried. Of the rest `--max-settings` are tried: on a GPU those with the shortest planned step, otherwise those that
+tried: a rehearsal loads the same model and runs the same first steps on one GPU, and a trial that fits has a speed as
+well. Of the rest `--max-settings` are tried: on a GPU those with the shortest planned step, otherwise those that
 change the fewest parts of the user's own setting.
 """
 
@@ -17,6 +18,7 @@ import itertools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.compare.specification import parse_variant
@@ -27,6 +29,7 @@ from toolkit.job.global_batch import BATCH_ARGUMENT
 from toolkit.job.job import Job
 from toolkit.launch.preflight import check_process_count, device_of
 from toolkit.launch.resume import TrainingRun
+from toolkit.models.attention import AUTO, VARLEN, ModelAttention, packed_attention, read_model_attention
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import RecommendRequest, candidate_of, divided_request, memory_refusal
@@ -41,19 +44,22 @@ from toolkit.tune.options import PARTS, TuneOptions
 from toolkit.units import gib, seconds
 
 YOURS = "yours"
-_ON, _OFFLOAD = "activation_checkpointing", "activation_checkpointing_offload"
+_ON, _OFFLOAD, _SELECTIVE = (f"activation_checkpointing{kind}" for kind in ("", "_offload", "_selective"))
+_ATTENTION = ("sdpa", VARLEN, "flash_attention_2", "flash_attention_3", "eager")
 VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "checkpointing": {
-        "no_checkpointing": {_ON: False, _OFFLOAD: False},
-        "checkpointing": {_ON: True, _OFFLOAD: False},
-        "checkpointing_offload": {_ON: True, _OFFLOAD: True},
+        "no_checkpointing": {_ON: False, _OFFLOAD: False, _SELECTIVE: False},
+        "checkpointing": {_ON: True, _OFFLOAD: False, _SELECTIVE: False},
+        "checkpointing_selective": {_ON: True, _OFFLOAD: False, _SELECTIVE: True},
+        "checkpointing_offload": {_ON: True, _OFFLOAD: True, _SELECTIVE: False},
     },
+    "attention": {name: {"attn_implementation": name} for name in _ATTENTION},
     "loss": {
         "chunked": {"loss": "auto", "use_liger_kernel": False},
         "full": {"loss": "full", "use_liger_kernel": False},
         "liger": {"loss": "auto", "use_liger_kernel": True},
     },
-    "compile": {"eager": {"torch_compile": False}, "compile": {"torch_compile": True}},
+    "compile": {"no_compile": {"torch_compile": False}, "compile": {"torch_compile": True}},
 }
 """The values of each part beside preset and batch, as training arguments."""
 ORDER = (*PARTS[1:], PARTS[0])
@@ -161,16 +167,52 @@ class Search:
                 shape = read
         return cls(options=options, job=job, preset=preset, source=source, sequences=rows, gpu=gpu, shape=shape)
 
-    @property
+    @cached_property
     def own_parts(self) -> dict[str, str]:
         """The user's own value of each part beside preset and batch."""
         job = self.job
+        kind = next((kind for kind in ("_offload", "_selective") if job.value(_ON + kind)), "")
         return {
-            "checkpointing": "checkpointing_offload" * job.activation_checkpointing_offload
-            or ("checkpointing" if job.uses_activation_checkpointing else "no_checkpointing"),
+            "checkpointing": f"checkpointing{kind}" if job.uses_activation_checkpointing else "no_checkpointing",
+            "attention": self._own_attention,
             "loss": "liger" if job.use_liger_kernel else "full" if job.loss == "full" else "chunked",
-            "compile": "eager" if job.compilation is None else "compile",
+            "compile": "no_compile" if job.compilation is None else "compile",
         }
+
+    @property
+    def _attention(self) -> ModelAttention | None:
+        return None if self.shape is None else read_model_attention({"model_type": self.shape.model_type})
+
+    @property
+    def _own_attention(self) -> str:
+        """As named, or what the job gets without a name."""
+        model, name = self._attention, self.job.attn_implementation
+        if name in (None, AUTO) and self.job.packing:
+            capability = None if self.options.on_cpu else (9 if self._on_hopper else 8, 0)
+            name = packed_attention(model, capability=capability, half_precision=True)
+        default = "eager" if model is not None and not model.sdpa else "sdpa"
+        return default if name in (None, AUTO) else str(name)
+
+    @property
+    def _on_hopper(self) -> bool:
+        return self.gpu is not None and self.gpu.name.startswith(("h100", "h200", "gh200"))
+
+    def _refused(self, part: str, name: str) -> tuple[str, str] | None:
+        """Why no preset runs this value of a part, and what kind of reason it is."""
+        try:
+            _check(self.options, None, self.job.with_values(**VALUES[part][name]))
+        except ToolkitError as error:
+            return "invalid", error.message
+        if part != "attention":
+            return None
+        if self._attention and (why := self._attention.why_not(name)):
+            return "invalid", why
+        if self.options.on_cpu:
+            return None
+        if name == "eager":
+            return "cannot win", "it writes all scores to memory, and other functions compute the same without"
+        built = self._on_hopper if name == "flash_attention_3" else self.gpu is None or self.gpu.peak_flops("bf16")
+        return ("invalid", f"{name} has no kernels for this GPU") if "flash" in name and not built else None
 
     def own(self) -> Setting:
         """Return the user's own setting, which is tried whatever the plan says."""
@@ -185,11 +227,10 @@ class Search:
         for part, values in VALUES.items():
             axes.append([own[part]])
             for name in (name for name in values if name != own[part] and part not in keep):
-                try:
-                    _check(self.options, None, self.job.with_values(**values[name]))
+                if (refused := self._refused(part, name)) is None:
                     axes[-1].append(name)
-                except ToolkitError as error:  # under any preset
-                    yield NotTried(name, "invalid", error.message)
+                else:
+                    yield NotTried(name, *refused)
         named = () if "preset" in keep else self.options.preset or tuple(each.name for each in list_presets())
         for source in dict.fromkeys((self.source, *(name for name in named if name != self.preset.name))):
             preset = load_preset(source)

@@ -2,7 +2,7 @@
 
 >>> TuneOptions(output_dir=Path("out"), keep=("colour",))
 Traceback (most recent call last):
-toolkit.errors.ToolkitError: --keep is 'colour', expected preset, batch, checkpointing, loss or compile
+toolkit.errors.ToolkitError: --keep is 'colour', expected preset, batch, checkpointing, attention, loss or compile
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolkit.job.argument_reading import has_config_file
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
-PARTS = ("preset", "batch", "checkpointing", "loss", "compile")
+PARTS = ("preset", "batch", "checkpointing", "attention", "loss", "compile")
 """Parts of a setting that are searched."""
 MOST_SETTINGS, MOST_ROUNDS = 100, 50
 

@@ -316,6 +316,7 @@ DEVIATIONS: dict[str, Deviation] = {
     "accumulates_whole": with_keywords("accelerate.utils:GradientAccumulationPlugin.__init__", sync_each_batch=False),
     "no_hook": replaced("torch.nn.parallel:DistributedDataParallel.register_comm_hook", lambda *_: None),
     "checkpoint_on_host": checkpoint_on_host,
+    "recomputes_attention": replaced("toolkit.train.trainer:prepare_checkpoints", lambda *_, **__: None),
     "not_compiled": replaced("torch.nn:Module.compile", lambda *_, **__: None),
     "no_noise": replaced("transformers.trainer:activate_neftune", lambda *_: None),
     "not_quantized": with_keywords("transformers:AutoModelForCausalLM.from_pretrained", quantization_config=None),
