@@ -284,8 +284,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      f"{VERL}actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.rollout.n=2\n", 1, "run.sh"),
     ("launcher-behind-script", "torchrun y.py\npython x.py -m torch.distributed.launch --nproc_per_node 2\n",
      "python -m torch.distributed.launch --nproc_per_node 2 x.py -m a\n", 2, "run.sh"),
-    ("unknown-launcher-option", "torchrun --data_path a x.py\n", "torchrun --nproc_per_node 2 x.py --data_path a\n", 1,
-     "run.sh"),
+    ("unknown-launcher-option", "torchrun --data_path a x.py\n",  # the prefix is new in torch 2.14
+     "torchrun --nproc_per_node 2 --log-line-prefix-template r x.py --data_path a\n", 1, "run.sh"),
     ("unknown-launcher-option", "deepspeed --num_gpus 2 -m a.train --bf16\n",
      "deepspeed --num_gpus 2 --module a.train --bf16\n", 1, "run.sh"),
     ("fp16-and-bf16", f"deepspeed --num_gpus 2 -m a.train {ARGUMENTS}--fp16 True --bf16 True\n",
