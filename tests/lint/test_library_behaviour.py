@@ -140,6 +140,7 @@ FOUND_IN_SOURCE = {
         "trainer.py",
         'if "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin',
     ),
+    "layer-class-of-another-model": ("accelerate", "utils/fsdp_utils.py", "Could not find the transformer layer class"),
     "layer-class-of-one-model": ("accelerate", "utils/dataclasses.py", "Could not find the transformer layer class"),
     "refused-by-accelerate": ("accelerate", "utils/dataclasses.py", "FSDP2 does not support LOCAL_STATE_DICT"),
     "uneven-processes": ("accelerate", "utils/launch.py", "args.nproc_per_node = str(num_processes // num_machines)"),

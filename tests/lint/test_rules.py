@@ -188,6 +188,8 @@ CASES = [
          fixed=f"{FSDP1}  fsdp_sync_module_states: true\n"),
     Case("sharded-final-save", f"{FSDP}  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
          f"{FSDP}  fsdp_state_dict_type: FULL_STATE_DICT\n", 4),
+    Case("layer-class-of-another-model", f"{TRL}fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n",
+         f"{TRL}fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer\n", 3),
     Case("layer-class-of-one-model", f"{FSDP}  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n", FSDP, 4),
     Case("refused-by-accelerate", f"{FSDP}  fsdp_activation_checkpointing_offload: true\n",
          f"{FSDP}  fsdp_activation_checkpointing_offload: true\n  fsdp_activation_checkpointing: true\n", 4),

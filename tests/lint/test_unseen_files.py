@@ -1448,3 +1448,26 @@ def test_a_setting_that_axolotl_dropped_and_that_is_off_changes_nothing(tmp_path
     text = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: []\nflash_attn_fuse_qkv: "
     for value, level in (("true", "error"), ("false", "note")):
         assert levels(lint(tmp_path, a__yaml=f"{text}{value}\n"))["flash_attn_fuse_qkv"] == level
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "is_said"),
+    [
+        ("meta-llama/Llama-3.1-8B", "Qwen2DecoderLayer", True),
+        ("/data/Qwen2.5-1.5B", "LlamaDecoderLayer", True),
+        ("Qwen/Qwen3-8B", "Qwen3DecoderLayer", False),
+        ("me/fine-tune", "LlamaDecoderLayer", False),
+    ],
+)
+def test_a_layer_class_is_that_of_the_model_that_the_command_names(
+    model: str, layer: str, is_said: bool, tmp_path: Path
+) -> None:
+    words = f"--model_name_or_path {model} --output_dir o --bf16 true"
+    text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: {layer}\n"
+    (tmp_path / "f.yaml").write_text(text)
+    for command in (
+        f"accelerate launch --config_file f.yaml train.py {words}\n",
+        f"torchrun train.py {words} --fsdp full_shard --fsdp_transformer_layer_cls_to_wrap {layer}\n",
+    ):
+        rules = {each.rule for each in lint(tmp_path, a__sh=command)}
+        assert ("layer-class-of-another-model" in rules) == is_said

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.job_script import launcher_tables
+from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
@@ -231,3 +233,27 @@ def never_taken(doc: Document) -> Iterator[Match]:
         flags = " ".join(f"--{name}{value}" for name, value in values.items())
         message = f"accelerate launch never takes these from the file: {settings}"
         yield Match(differ[0], message, f"`accelerate launch {flags}`")
+
+
+@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the class of the model's own layers, or nothing")
+def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
+    """The model that the command names has no such layers: accelerate raises "Could not find the transformer layer
+    class"."""
+    name = "transformer_layer_cls_to_wrap"
+    key = next(
+        (each for each in (f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}") if doc.has(each)), ""
+    )
+    classes, model = doc.get(key) if key else None, (doc.named_by or doc).get("model_name_or_path")
+    if not (isinstance(classes, str) and isinstance(model, str)) or "$" in classes + model:
+        return
+    from toolkit.models.decoders import LLAMA_FAMILY, OTHER_DECODERS
+    from toolkit.models.read_model import known_models, made_from, same_shape
+
+    known = model if model in known_models() else same_shape(model) or made_from(Path(model).name)
+    types = {each.replace("_", "") for each in (*LLAMA_FAMILY, *OTHER_DECODERS)}
+    its = "" if known is None else str(read_configuration(known_models()[known]).get("model_type")).replace("_", "")
+    for each in classes.split(","):
+        of = re.sub("(?:Decoder)?(?:Layer|Block)$", "", each.strip()).lower()
+        if its in types and of in types and not (its.startswith(of) or of.startswith(its)):
+            message = f"{model.rpartition('/')[2]} has no {each.strip()}: accelerate raises"
+            yield Match(key, message, "remove it: accelerate takes the model's own classes")
