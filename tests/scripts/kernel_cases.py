@@ -4,6 +4,7 @@ python kernel_cases.py FOLDER [CASE ...]       # writes FOLDER/CASE/attestation.
 """
 
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -55,7 +56,7 @@ def trainer_of(
     model: Any, rows: Sequence[dict[str, Any]] | None = None, *, kind: type[Trainer] = Trainer, **arguments: Any
 ) -> Trainer:
     given = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"} | arguments
-    given |= {"disable_tqdm": True, "use_cpu": True, "output_dir": "unused", "remove_unused_columns": False}
+    given |= {"disable_tqdm": True, "use_cpu": True, "output_dir": tempfile.mkdtemp(), "remove_unused_columns": False}
     return kind(model=model, args=TrainingArguments(**given), train_dataset=list(rows or token_rows()))
 
 
