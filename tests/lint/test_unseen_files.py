@@ -1471,3 +1471,32 @@ def test_a_layer_class_is_that_of_the_model_that_the_command_names(
     ):
         rules = {each.rule for each in lint(tmp_path, a__sh=command)}
         assert ("layer-class-of-another-model" in rules) == is_said
+
+
+def test_a_yaml_of_braces_is_a_json_by_another_name(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}'
+    assert "wrong-deepspeed-type" not in {each.rule for each in lint(tmp_path, ds__yaml=text)}
+
+
+def test_deepspeeds_configuration_is_known_without_a_zero_block_and_inside_of_a_scripts_own() -> None:
+    blocks = {"optimizer": {"type": "Adam", "params": {}}, "fp16": {"enabled": True}}
+    assert detect_kind({"train_batch_size": 8, **blocks}) == "deepspeed"
+    assert detect_kind({"deepspeed_config": {"zero_optimization": {"stage": 2}, **blocks}}) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [('"dtype": "bf16"', "remove it"), ('"zero_optimization": {"stage": 2, "offload_param": false}', "remove it: ")],
+)
+def test_what_means_nothing_in_its_place_is_removed(setting: str, fix: str, tmp_path: Path) -> None:
+    rest = "" if "zero_optimization" in setting else '"zero_optimization": {"stage": 2}, '
+    text = f'{{{rest}"train_batch_size": 8, {setting}}}'
+    assert any(each.fix.startswith(fix) for each in lint(tmp_path, ds__json=text))
+
+
+@pytest.mark.parametrize(("source", "is_said"), [("Trainer(model)\n", True), ("SFTTrainer(peft_config=lora)\n", False)])
+def test_adapters_are_gathered_from_stage_3_without_its_flag(source: str, is_said: bool, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text(source)
+    findings = lint(tmp_path, ds__json='{"zero_optimization": {"stage": 3}, "train_batch_size": 8}')
+    assert ("stage-3-without-gather" in {each.rule for each in findings}) == is_said

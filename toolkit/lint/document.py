@@ -657,6 +657,8 @@ DECISIVE_KEYS = {
     ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
 }
 
+ACCELERATE_STARTS = ("compute_environment", "main_training_function", "num_processes")
+
 KNOWN_KEYS: dict[str, Set[str]] = {
     ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
     DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),
@@ -677,9 +679,14 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         return SKYPILOT
     if len(keys & ACCELERATE_BLOCKS[""].keys()) * 2 < len(keys):
         keys -= {"deepspeed_config"}  # a script's own file may have such a block
+    block = data.get("deepspeed_config")
+    if isinstance(block, dict) and "zero_optimization" in block and not keys & {"distributed_type", *ACCELERATE_STARTS}:
+        return None  # a script's own, with DeepSpeed's configuration in it
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive and not keys & FOREIGN_KEYS:
             return kind
+    if len(keys) > 2 and keys <= DEEPSPEED_BLOCKS[""].keys() and _kind_by_value(data) == DEEPSPEED:
+        return DEEPSPEED
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names
         return None
     if reader_of(data) == TOOLKIT:

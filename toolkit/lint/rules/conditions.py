@@ -67,6 +67,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_deepspeed": settings.is_deepspeed,
     "is_preset": settings.is_preset,
     "saves": settings.saves,
+    "trains_adapters": settings.trains_adapters,
     "changes_to_full": settings.changes_to_full,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(

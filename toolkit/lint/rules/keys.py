@@ -150,7 +150,8 @@ def _homes(doc: Document, block: str, name: str) -> list[str]:
     ]
     value, is_json = doc.get(f"{block}.{name}".lstrip(".")), doc.kind == DEEPSPEED
     fit = [each for each in homes if not _has_wrong_type(blocks[each][name], value, block=each, is_deepspeed=is_json)]
-    return fit if len(homes) <= 2 else []
+    is_one = len({each.partition(".")[0] for each in homes}) == 1
+    return fit if len(homes) <= 2 and (is_one or any(doc.has(each) for each in fit)) else []
 
 
 def _likely_keys(name: str, known: Collection[str], *, cutoff: float = SIMILARITY) -> list[str]:
@@ -265,14 +266,15 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
-    is_omegaconfs = not doc.is_json and ("${" in doc.text or occurs(OMEGACONF, doc.reader_source))
+    is_in_braces = doc.text.lstrip().startswith("{")  # JSON by another name, as DeepSpeed reads it
+    is_omegaconfs = "${" in doc.text or occurs(OMEGACONF, doc.reader_source)
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
-            if is_omegaconfs and re.fullmatch(r"\d+[eE]\d+", str(value)):
+            if not doc.is_json and (is_in_braces or is_omegaconfs) and re.fullmatch(r"\d+[eE]\d+", str(value)):
                 continue  # a number to its loader
             if isinstance(value, str) and re.fullmatch("[A-Z]+(?:_[A-Z]+)+", value):
                 continue  # what a job replaces: `CONFIG_HOST_NUM`
@@ -301,6 +303,8 @@ def _as_expected(key: str, value: Any, expected: str) -> str:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
     if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
         return f'`{key.rpartition(".")[2]}: "{",".join(map(shorten, value))}"`'
+    if key.rpartition(".")[2].startswith("offload_") and value is False:
+        return "remove it: without the block nothing is offloaded"
     if key.rpartition(".")[2].startswith("offload_") and value in ("cpu", "nvme"):
         return f'`{{"device": "{value}"}}`'
     if key == "deepspeed_config" and str(value).endswith(".json"):

@@ -233,6 +233,11 @@ def saves(doc: Document) -> bool:
     return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
+def trains_adapters(doc: Document) -> bool:
+    """Return True where code trains adapters, which the Trainer gathers in any case (`_is_peft_model`, trainer.py)."""
+    return re.search(r"\bpeft_config[ ]*=|get_peft_model\(", (doc.named_by or doc).reader_source) is not None
+
+
 def passes(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file has a value of its own for a training argument, and passes it."""
     quoted = rf"[\"']{name}[\"'](?:[ ]*:|\][ ]*=(?!=))"
