@@ -1,7 +1,5 @@
 """Shared by all tests: no network, the real model and data, a tiny model with a small vocabulary, and runs of it."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

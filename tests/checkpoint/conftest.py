@@ -1,7 +1,5 @@
 """A checkpoint that a test may damage, from the session's `saved_runs`: six steps of the tiny Llama on two ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever a file of a checkpoint holds, each command ends in two lines that name it, and writes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

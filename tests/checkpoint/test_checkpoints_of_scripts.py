@@ -1,7 +1,5 @@
 """Checkpoints that somebody's own script wrote are exported as the model that the script itself saved, exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Converted checkpoints hold the same weights and moments, and resume with the same losses."""
 
-from __future__ import annotations
-
 import resource
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 One run of a small mixture of experts, whose files store one tensor per expert where the model holds one per layer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of every engine, and their exports, give the logits of the live model; damage is reported by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A cluster for all tests of this folder: SLURM on three nodes, made of namespaces on this host."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """SLURM on machines made of namespaces (munge and the controller on `ctl`, a daemon on every node), and jobs on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

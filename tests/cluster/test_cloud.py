@@ -5,8 +5,6 @@ round trip as it was. The schemas of skypilot 0.14.1 are recorded in tests/fixtu
 pins click below 8.2, and brings a web server and two databases' clients.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The job that all engines write: what is refused before a file is written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -3,8 +3,6 @@
 How a run takes a node back is tested in tests/train/test_elastic.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

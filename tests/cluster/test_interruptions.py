@@ -1,7 +1,5 @@
 """One run, interrupted before its time limit and by a lost node, ends as if nothing had happened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

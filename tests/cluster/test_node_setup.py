@@ -1,7 +1,5 @@
 """What each node checks and chooses before torchrun starts on it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """sbatch files, of runs and of comparisons, and runs inside of a job: what makes them right by construction."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

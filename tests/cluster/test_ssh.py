@@ -1,7 +1,5 @@
 """The script for nodes without a scheduler; two launchers on this host stand for two nodes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Presets on two nodes train as two ranks on one node do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How much of a shell script the rules see, and that every job file of ours has no finding."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

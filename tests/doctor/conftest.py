@@ -1,7 +1,5 @@
 """Stand-ins for programs of a node."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of GPUs on a stand-in for `pynvml`, which a test marked `gpu` asks for real; of the host."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """`toolkit doctor` as it is typed: on this node, with limits that are really set; reports of several nodes compared."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

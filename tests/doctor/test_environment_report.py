@@ -1,7 +1,5 @@
 """`toolkit env`: the facts of a node for an issue report, and no secret."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """`make setup`: packages that the node can use, what is left out, and DeepSpeed's CPU ops, compiled once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Training arguments checked against each other, the preset and the installed packages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

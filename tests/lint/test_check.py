@@ -1,7 +1,5 @@
 """Linting any file: findings, or one clear error."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

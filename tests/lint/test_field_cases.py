@@ -4,8 +4,6 @@ A row names the findings that a file must have, as `rule` or `rule:line`; a file
 or a warning. What may stand beside them is said in ALSO.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Unknown keys, words and types as people write them: what is said, what is offered, and what an edit may write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The installed libraries, bash and torchrun behave as the lint rules say: shown on a CPU, or found in their source."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Files of TRL, axolotl, LLaMA-Factory and ms-swift in projects that say whose they are, and at which version."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

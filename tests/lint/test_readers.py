@@ -1,7 +1,5 @@
 """Who reads a file decides what lint says of it: the script's own dataclass or parser, its project, or nobody known."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that have a rule's condition, where its statement needs another version or setting: what lint says of each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each rule reports a bad file at its line, and has no finding in a good one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass

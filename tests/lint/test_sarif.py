@@ -1,7 +1,5 @@
 """Findings for code hosts: SARIF 2.1.0, and workflow commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kinds of mistakes that public files showed: what lint says of each, and does not say."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

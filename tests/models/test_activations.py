@@ -4,8 +4,6 @@ This is the contract between the two sources of `SavedActivations`: for every ar
 every option that changes the result, the formulas agree with what transformers and autograd really do.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

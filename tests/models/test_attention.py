@@ -1,7 +1,5 @@
 """Attention functions of a model, and the one that packed rows get."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

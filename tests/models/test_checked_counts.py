@@ -1,7 +1,5 @@
 """Every entry of the table by which `toolkit plan` calls model states exact, compared with the libraries' tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cache

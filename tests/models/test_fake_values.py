@@ -1,7 +1,5 @@
 """Fake tensors answer with true values where these follow from the batch, and say where they make one up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operations of a token against hand-worked integers, and MFU against published runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

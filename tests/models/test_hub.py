@@ -1,7 +1,5 @@
 """What a user reads when the hub refuses a model, from a real server; and what is sent and kept."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

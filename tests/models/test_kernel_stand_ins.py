@@ -1,7 +1,5 @@
 """Stand-ins for kernels save what the kernels' own `save_for_backward` has, and have a gradient for each input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

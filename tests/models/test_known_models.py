@@ -1,7 +1,5 @@
 """Well-known models are planned without the hub, from facts that agree with what is published of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """Where LoRA puts adapters. `test_checked_counts.py` compares them with peft's for every architecture."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

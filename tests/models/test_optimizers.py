@@ -1,7 +1,5 @@
 """Every optimizer of the installed transformers is planned with the states that it makes, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

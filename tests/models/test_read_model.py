@@ -1,7 +1,5 @@
 """Shapes from configurations, compared with transformers on the meta device, tensor by tensor."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

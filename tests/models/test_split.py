@@ -1,7 +1,5 @@
 """How far a model can be split, compared with transformers' own configuration classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The part of a model that one rank has under tensor and expert parallelism, worked out by hand."""
 
-from __future__ import annotations
-
 from model_configs import EXPERTS, TINY
 
 from toolkit.models.activations import Activations

@@ -1,7 +1,5 @@
 """Encoders of images: what their blocks save is what autograd saves in transformers' own, run on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Planned communication volume: compared with collectives counted in real runs, and worked out by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`toolkit plan --config FILE`: the job of a file of another tool or of ours, and flags that win."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings of the engines, their buffers, and host memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A rank of two is rehearsed: torch's `fake` process group moves nothing, and the 
 preset and many world sizes are in `benchmarks/results/shard_bytes.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ RSC-1 is Meta's cluster of 16,000 A100s with 6.5 failures per 1,000 node-days, a
 (https://arxiv.org/abs/2410.21680).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps, hours and dollars until a job has trained on its data."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows with images: against the one public series of peaks by number of tokens, and what is trained of a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Seconds of collectives, worked out by hand from rates and latencies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

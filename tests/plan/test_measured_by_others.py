@@ -1,7 +1,5 @@
 """A plan names the nearest measured row of its model, preset and GPUs; the shipped rows are those of their sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from measured_rows import seed_rows

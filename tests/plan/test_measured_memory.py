@@ -3,8 +3,6 @@
 `pytest -s` prints the table, with the reason for each row that is not compared.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from dataclasses import dataclass

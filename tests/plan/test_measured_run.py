@@ -1,7 +1,5 @@
 """`--measured RUN`: plans that are calibrated by a run, and runs that are no measure."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

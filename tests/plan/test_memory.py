@@ -1,7 +1,5 @@
 """GPU memory by phase and part, and the verdict on it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics

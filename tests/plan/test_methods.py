@@ -1,7 +1,5 @@
 """Planned memory of DPO, KTO, ORPO, SimPO, reward models, GRPO and RLOO, against TRL's defaults."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from functools import cache

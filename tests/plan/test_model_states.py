@@ -1,7 +1,5 @@
 """Model states worked out by hand, and QLoRA's bytes compared with what bitsandbytes holds."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

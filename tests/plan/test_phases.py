@@ -1,7 +1,5 @@
 """Moments of a job beside its steps, and what engines hold in them: compared with the libraries on a CPU."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from importlib.util import find_spec

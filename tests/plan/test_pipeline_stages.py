@@ -1,7 +1,5 @@
 """Model states and activations of a pipeline's stages, against tensors counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`toolkit plan` and `toolkit recommend` with degrees of parallelism: options, refusals, proposals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans compared with rehearsals: parts are matched by name, differences are relative to the rehearsal."""
 
-from __future__ import annotations
-
 import pytest
 
 from toolkit.plan.plan_vs_rehearsal import PartDifference, PlanVerification, compare_parts, training_argv

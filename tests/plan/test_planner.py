@@ -1,7 +1,5 @@
 """`toolkit plan` and the plan of a run: presets and limits, the table and the JSON, and requests that are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

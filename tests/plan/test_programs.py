@@ -1,7 +1,5 @@
 """The numerics of programs: bytes compared with what torch, peft and bitsandbytes hold, and the table of defaults."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

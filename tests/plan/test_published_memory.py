@@ -3,8 +3,6 @@
 Each CSV in `fixtures/` opens with its source.
 """
 
-from __future__ import annotations
-
 import csv
 from functools import cache
 from pathlib import Path

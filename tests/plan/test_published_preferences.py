@@ -4,8 +4,6 @@ None was measured with TRL 1.16, so only two kinds of rows have a limit: the pro
 known, and upper bounds. `-s` prints every row that states enough.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 PYTHONPATH=tests/support:tests/warm_starts:. python tests/plan/test_recommend.py    # rewrites the docs' table
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -14,8 +14,6 @@ before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss o
 `pytest -s` prints each row.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Intervals of speeds cover as many of a source that was left out as they say; `pytest -s` prints each group."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """Planned memory of split layers, experts and sequences, against live ranks and against published figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Planned step times, compared with published runs and with parts worked out by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """`toolkit plan MODEL` without a GPU: which GPUs, how many, and what they cost."""
 
-from __future__ import annotations
-
 import pytest
 from command_line import json_of, run_command
 from launching import LLAMA_8B_CONFIG

@@ -1,7 +1,5 @@
 """Keys and types equal those of the installed accelerate and DeepSpeed; other keys and values are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

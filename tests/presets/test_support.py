@@ -1,7 +1,5 @@
 """Each compatibility rule is written once: every part of the toolkit that asks gets the same answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint is complete, or it is named with what is wrong and the one before is used; and full disks."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

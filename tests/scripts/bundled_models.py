@@ -8,8 +8,6 @@ A count takes 10 to 60 s of a processor, more than `toolkit plan` spends.
 It is what `toolkit plan` reads in an installation without transformers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

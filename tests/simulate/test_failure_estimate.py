@@ -1,7 +1,5 @@
 """`toolkit simulate failures`: its command, and the simulation against the closed forms that hold exactly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`toolkit simulate pipeline`: JSON, schedules that are left out, times, and input that is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 `simulated_throughput` names the paper's tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

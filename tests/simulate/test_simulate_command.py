@@ -1,7 +1,5 @@
 """Options of `toolkit simulate` that are refused, by name, before anything is simulated."""
 
-from __future__ import annotations
-
 import pytest
 from command_line import run_command
 from launching import LLAMA_8B_CONFIG

@@ -1,7 +1,5 @@
 """Stages of a model: which tensors each has, their times, their memory; and layouts where no preset fits."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

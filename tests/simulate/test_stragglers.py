@@ -1,7 +1,5 @@
 """`toolkit simulate stragglers`: policies worked out by hand, options, results, tables and the page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

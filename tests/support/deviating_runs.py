@@ -3,8 +3,6 @@
 `benchmarks/verification.py` runs all of them; `tests/test_benchmarks.py` holds them against the fields that exist.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Bad and good job scripts for each lint rule about several nodes: rule, bad text, good text, line, file name."""
 
-from __future__ import annotations
-
 # What every rule accepts: two nodes, a signal, a requeue that resumes.
 GOOD = """#!/bin/bash
 #SBATCH --nodes=2

@@ -1,7 +1,5 @@
 """Small files of TRL, axolotl, LLaMA-Factory and ms-swift, for the rules about their settings."""
 
-from __future__ import annotations
-
 TRL_SFT = "model_name_or_path: a/b\ndataset_name: a/rows\noutput_dir: out\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\n"

@@ -1,7 +1,5 @@
 """Trainer arguments that a library refuses, each with a text that has the same arguments without the fault."""
 
-from __future__ import annotations
-
 # How those of the rule `refused-alone` begin.
 ALONE = (
     *(

@@ -5,8 +5,6 @@
 micro-batches of its Table 3.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Training methods on two CPU ranks: each is read back from the live objects, and its effect is checked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequential elimination: its formula by hand, and its rate of errors on recorded trials."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The field of `toolkit tune`: which settings are tried, which are not, and why."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a search stands, replayed from ledger records that no process ran."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`toolkit tune` as its user runs it: real trials, a budget, resume, invalid input, and a dry run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

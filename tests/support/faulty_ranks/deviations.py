@@ -4,8 +4,6 @@ A run's environment names one: `TOOLKIT_FAULT=bf16_model`. Each changes what tra
 functions and files; none changes what reads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

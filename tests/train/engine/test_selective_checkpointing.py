@@ -1,7 +1,5 @@
 """Checkpoints that keep attention's outputs: the gradient, what runs again, and the bytes that are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
