@@ -53,7 +53,8 @@ def prepare_checkpoints(model: Any, *, selective: bool) -> None:
     for module, name, function in _checkpoints(model):
         how: dict[str, Any] = {"preserve_rng_state": True} if isinstance(module, CheckpointWrapper) else {}
         how |= {"context_fn": CONTEXTS} if selective else {}
-        setattr(module, name, functools.partial(function, **how))
+        if how:
+            setattr(module, name, functools.partial(function, **how))
 
 
 def keeps_attention(model: Any) -> bool:
