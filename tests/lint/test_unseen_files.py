@@ -11,7 +11,7 @@ from toolkit.errors import ToolkitError
 from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.document import detect_kind
 from toolkit.lint.findings import Finding
-from toolkit.lint.named_files import forget_projects, pinned_below, project_files, project_source
+from toolkit.lint.named_files import forget_projects, pinned_below
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
@@ -464,7 +464,7 @@ def test_a_file_that_is_parsed_in_parts_may_be_changed_in_between(tmp_path: Path
     text = f"{TRL}warmup_ratio: 0.1\ntorch_dtype: auto\nmy_rows: 1\n"
     for source, level in ((once, "warning"), (once + once, "note")):
         (tmp_path / "train.py").write_text(source)
-        project_source.cache_clear()
+        forget_projects()
         found = levels(lint(tmp_path, a__yaml=text))
         assert (found["warmup_ratio"], found["torch_dtype"]) == (level, level)
 
@@ -550,8 +550,7 @@ def test_an_argument_of_the_projects_own_copy_of_trl_is_known(tmp_path: Path) ->
     command = "accelerate launch trl/scripts/sft.py --model_name_or_path a/b --dataset_name c/d --torch_dtype auto\n"
     assert [each.key for each in lint(tmp_path, a__sh=command)] == ["torch_dtype"]
     (tmp_path / "trl/trainer/model_config.py").write_text("class ModelConfig:\n    torch_dtype: str = 'auto'\n")
-    project_files.cache_clear()
-    project_source.cache_clear()
+    forget_projects()
     assert lint(tmp_path, a__sh=command) == []
 
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ _ASSIGNMENT = re.compile(
 )
 _SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
 _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
-_BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)\b|(fi|done|esac)\b)", re.MULTILINE)
-_BRANCH = re.compile(r"^[ \t]*(?:(if|case)|(else|elif)|(fi|esac))\b|(;;)", re.MULTILINE)
+# A block's first word, its last, and, without a group, where another of its branches begins.
+_BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)|(fi|done|esac)|else|elif)\b|;;", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _MANY_WORDS = re.compile(
@@ -313,17 +313,18 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
     With `last_counts`, the last text counts of those that are set outside of conditions, loops and functions.
     """
     variables: dict[str, str | None] = {}
-    inside = [(each.start(), 1 if each[2] is None else -1) for each in _BLOCK.finditer(text)] if last_counts else []
-    alternatives = _alternatives(text) if "+=" in text else ()
+    blocks, assignments = list(_BLOCK.finditer(text)), list(itertools.islice(_ASSIGNMENT.finditer(text), 500))
+    inside = [(each.start(), bool(each[1]) - bool(each[2])) for each in blocks] if last_counts else []
+    branching = [each for each in blocks if (each[1] or each[2]) not in ("for", "while", "until", "done")]
+    alternatives = _alternatives(branching, [each for each in assignments if each[3]])
     others = Counter(_SET_ANYWHERE.findall(text))  # behind `;`, `&&` or a pattern of `case` too
-    for found in itertools.islice(_ASSIGNMENT.finditer(text), 500):
+    for found in assignments:
         others[found[2]] -= 1
         is_sure = last_counts and found[0][:1] not in " \t" and sum(n for at, n in inside if at < found.start()) <= 0
         value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
         plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
-        if found[3] and found.start(2) in alternatives:
-            plain = "$@"  # words of one branch or of another
         if found[3]:
+            plain = "$@" if found.start() in alternatives else plain  # words of one branch or of another
             plain = None if plain is None or variables.get(found[2]) is None else f"{variables[found[2]]} {plain}"
         elif not is_sure and found[2] in variables and variables[found[2]] != plain:
             plain = None
@@ -331,19 +332,17 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
     return {name: value if others[name] <= 0 else None for name, value in variables.items()}
 
 
-def _alternatives(text: str) -> set[int]:
+def _alternatives(bounds: Sequence[re.Match[str]], appended: Sequence[re.Match[str]]) -> set[int]:
     """Return where words are appended to a variable to which another branch of the same block appends others."""
-    appended = [(each.start(2), each[2]) for each in _ASSIGNMENT.finditer(text) if each[3]]
-    events = sorted([*((each.start(), each) for each in _BRANCH.finditer(text)), *appended], key=lambda event: event[0])
     blocks: list[list[dict[str, list[int]]]] = []  # the branches of each block that is open
     found: set[int] = set()
-    for at, event in events:
-        if isinstance(event, str):
+    for event in sorted([*bounds, *appended], key=lambda event: event.start()):
+        if event.re is _ASSIGNMENT:
             for branches in blocks:
-                branches[-1].setdefault(event, []).append(at)
+                branches[-1].setdefault(event[2], []).append(event.start())
         elif event[1]:
             blocks.append([{}])
-        elif blocks and event[3]:
+        elif blocks and event[2]:
             branches = blocks.pop()
             for name in {name for branch in branches for name in branch}:
                 places = [branch[name] for branch in branches if name in branch]

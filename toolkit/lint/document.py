@@ -81,6 +81,7 @@ PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.
 # How a script reads a setting; `torch.seed` and a list with "seed" are other things.
 READS = r"[\w\])]\[\s*[\"']NAME[\"']\s*\]|\((?:\w+,)?\s*[\"']NAME[\"']\s*[),]|[\"']NAME[\"'] (?:not )?in\b"
 READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
+# As a script takes a setting out of a file. A copy of the program has the same names, as attributes.
 TAKEN = r"(?:\.get\(|\[)[\"']{}[\"']"
 
 _ABSENT = object()
@@ -651,13 +652,11 @@ SHARED_KEYS = {
 }
 # Keys that a SkyPilot task has beside `run`.
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
-# Keys that only one library has, each enough to decide.
+# Keys that only one library has, each enough to decide: the first library of these.
 DECISIVE_KEYS = {
     DEEPSPEED: {"zero_optimization"},
     ACCELERATE: {"distributed_type", "compute_environment", "deepspeed_config", "main_training_function"},
 }
-
-ACCELERATE_STARTS = ("compute_environment", "main_training_function", "num_processes")
 
 KNOWN_KEYS: dict[str, Set[str]] = {
     ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
@@ -679,8 +678,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         return SKYPILOT
     if len(keys & ACCELERATE_BLOCKS[""].keys()) * 2 < len(keys):
         keys -= {"deepspeed_config"}  # a script's own file may have such a block
-    block = data.get("deepspeed_config")
-    if isinstance(block, dict) and "zero_optimization" in block and not keys & {"distributed_type", *ACCELERATE_STARTS}:
+    block, others = data.get("deepspeed_config"), {*DECISIVE_KEYS[ACCELERATE], "num_processes"} - {"deepspeed_config"}
+    if isinstance(block, dict) and "zero_optimization" in block and not keys & others:
         return None  # a script's own, with DeepSpeed's configuration in it
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive and not keys & FOREIGN_KEYS:

@@ -103,7 +103,6 @@ def source_of(script: str, path: str) -> tuple[str, str]:
     return _texts([file] if file else []), _texts([each for each in beside if each != file])
 
 
-@functools.lru_cache(maxsize=64)
 def project_files(folder: Path) -> tuple[Path, ...]:
     """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
     root = project_root(folder)
@@ -115,8 +114,12 @@ def project_root(folder: Path) -> Path | None:
     """Return the nearest folder with the marks of a project, or without one what may be a copy of it; None for a file
     that stands alone. No file of a user is read by this toolkit's own modules."""
     places = ((each, marks) for marks in (_MARKS, _COPIED) for each in _around(folder))
-    root = next((each for each, marks in places if any((each / mark).exists() for mark in marks)), None)
+    root = next((each for each, marks in places if _has_one(each, marks)), None)
     return None if root == Path(__file__).parents[2] else root
+
+
+def _has_one(folder: Path, marks: Sequence[str]) -> bool:
+    return any((folder / mark).exists() for mark in marks)
 
 
 @functools.lru_cache(maxsize=16)
@@ -148,8 +151,7 @@ def installing(text: str) -> str:
 
 def _project_files(folder: Path, patterns: Sequence[str], *, levels: int = 1) -> list[Path]:
     """Return the files of a folder by pattern, and those of a project's parts, which may have their own."""
-    is_root = any((folder / mark).exists() for mark in _MARKS)
-    places = _folders_below(folder, levels if is_root else 0)
+    places = _folders_below(folder, levels if _has_one(folder, _MARKS) else 0)
     return [
         place / name
         for pattern in patterns
@@ -217,7 +219,7 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
 @functools.lru_cache(maxsize=256)
 def asks_from(folder: Path, library: str, version: str) -> bool:
     """Return True where the requirements of a project ask for a version of a library, or a later one."""
-    asked = (each for place in _project(folder) for _, each in _asked(_requirements(place), library))
+    asked = _asked_around(folder, library)
     found = (number for each in asked for _, number in _FROM.findall(each.replace(" ", "")))
     return any(_three(number) >= _three(version) for number in found)
 
@@ -225,7 +227,12 @@ def asks_from(folder: Path, library: str, version: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def installs(folder: Path, library: str) -> bool:
     """Return True where the requirements of a project name a library: without a version they install the newest."""
-    return any(_asked(_requirements(place), library) for place in _project(folder))
+    return any(True for _ in _asked_around(folder, library))
+
+
+def _asked_around(folder: Path, library: str) -> Iterator[str]:
+    """Yield what the requirements of a project say of a library."""
+    return (asked for place in _project(folder) for _, asked in _asked(_requirements(place), library))
 
 
 def _asked(requirements: str, library: str) -> list[tuple[str, str]]:
@@ -255,28 +262,16 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
     source = project_source(folder)
     for name in names:
         begin = re.escape(name) if "." in name else rf"{library}(?:\.[\w.]+)?[ ]+import[ ]+(?:\([^)]*|[^\n]*)\b{name}"
-        if name in source and re.search(rf"^(?:from|import)[ ]+{begin}\b", source, re.MULTILINE):
+        if name in source and occurs(re.compile(rf"^(?:from|import)[ ]+{begin}\b", re.MULTILINE), source):
             return name
     return None
 
 
 def forget_projects() -> None:
     """Drop what is known of projects' files, which may have changed since in a process that lives long."""
-    caches = (
-        project_root,
-        project_files,
-        _python_files,
-        project_source,
-        _source_of,
-        occurs,
-        has_own_loop,
-        has_own_copy,
-        names_program,
-        _requirements,
-        _names,
-    )
-    for each in (*caches, _folders_below, pinned_below, asks_from, installs):
-        each.cache_clear()
+    for each in [*globals().values()]:
+        if getattr(each, "__module__", None) == __name__ and hasattr(each, "cache_clear"):
+            each.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)

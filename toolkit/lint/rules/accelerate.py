@@ -240,10 +240,9 @@ def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
     """The model that the command names has no such layers: accelerate raises "Could not find the transformer layer
     class"."""
     name = "transformer_layer_cls_to_wrap"
-    key = next(
-        (each for each in (f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}", f"fsdp_{name}") if doc.has(each)), ""
-    )
-    classes, model = doc.get(key) if key else None, (doc.named_by or doc).get("model_name_or_path")
+    in_block, model = fsdp_setting(doc, name), (doc.named_by or doc).get("model_name_or_path")
+    key = f"fsdp_{name}" if in_block is None else fsdp_key(doc, name)
+    classes = doc.get(key) if in_block is None else in_block
     if not (isinstance(classes, str) and isinstance(model, str)) or "$" in classes + model:
         return
     from toolkit.models.decoders import LLAMA_FAMILY, OTHER_DECODERS

@@ -266,16 +266,14 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
     closed = launcher_tables()["words"][doc.kind or ""]  # of another rule
-    is_in_braces = doc.text.lstrip().startswith("{")  # JSON by another name, as DeepSpeed reads it
-    is_omegaconfs = "${" in doc.text or occurs(OMEGACONF, doc.reader_source)
     for block, types in blocks.items():
         for name, value in doc.block(block).items() if block else doc.data.items():
             kind = types.get(name) or types.get(f"fsdp_{name}" if block == "fsdp_config" else name)
             key = f"{block}.{name}".lstrip(".")
             if kind is None or is_template(value) or key in closed or (key, value) in AUTO_IS_READ:
                 continue
-            if not doc.is_json and (is_in_braces or is_omegaconfs) and re.fullmatch(r"\d+[eE]\d+", str(value)):
-                continue  # a number to its loader
+            if re.fullmatch(r"\d+[eE]\d+", str(value)) and _reads_exponents(doc):
+                continue
             if isinstance(value, str) and re.fullmatch("[A-Z]+(?:_[A-Z]+)+", value):
                 continue  # what a job replaces: `CONFIG_HOST_NUM`
             if value is None and key in NULL_IS_ABSENT:
@@ -295,6 +293,12 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                     message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
                 fix = _as_expected(key, value, kind.expected)
                 yield Match(key, message, fix, level=level, since=READ_SINCE.get(name, READ_SINCE.get(block)))
+
+
+def _reads_exponents(doc: Document) -> bool:
+    """Return True for a YAML whose loader takes `5e8` for a number: that of JSON by another name, or OmegaConf's."""
+    is_in_braces = doc.text.lstrip().startswith("{")
+    return not doc.is_json and (is_in_braces or "${" in doc.text or occurs(OMEGACONF, doc.reader_source))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:

@@ -229,19 +229,19 @@ def saves(doc: Document) -> bool:
     trainer of the project saves in a way of its own."""
     reader = doc.named_by or doc
     is_off = str(reader.get("save_strategy")) in ("no", "False")
-    is_own = re.search(r"def _?save(?:_model)?\(self", reader.reader_source)
+    is_own = occurs(re.compile(r"def _?save(?:_model)?\(self"), reader.reader_source)
     return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
 def trains_adapters(doc: Document) -> bool:
     """Return True where code trains adapters, which the Trainer gathers in any case (`_is_peft_model`, trainer.py)."""
-    return re.search(r"\bpeft_config[ ]*=|get_peft_model\(", (doc.named_by or doc).reader_source) is not None
+    return occurs(re.compile(r"\bpeft_config[ ]*=|get_peft_model\("), (doc.named_by or doc).reader_source)
 
 
 def passes(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file has a value of its own for a training argument, and passes it."""
     quoted = rf"[\"']{name}[\"'](?:[ ]*:|\][ ]*=(?!=))"
-    return re.search(rf"{quoted}|(?<![\w.]){name}[ ]*=(?!=)", doc.reader_source) is not None
+    return occurs(re.compile(rf"{quoted}|(?<![\w.]){name}[ ]*=(?!=)"), doc.reader_source)
 
 
 def changes_to_full(doc: Document) -> bool | None:
