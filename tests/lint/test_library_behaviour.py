@@ -281,7 +281,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "refused-by-trainer", "refused-alone"}
     own_tests |= {"refused-by-trl", "refused-by-deepspeed", "refused-by-peft", "auto-is-kept", "no-batch-size"}
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
-    own_tests |= {"unknown-trl-setting", "unknown-schedule-parameter"}  # by TRL's schema and DeepSpeed's classes
+    own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
     own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
@@ -622,12 +622,14 @@ def test_a_rank_of_a_node_above_their_number_is_that_of_no_node(options: str) ->
 
 
 def test_words_of_accelerate_are_those_of_its_enums() -> None:
-    from accelerate.utils import ComputeEnvironment, DistributedType, PrecisionType, constants
+    from accelerate.utils import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType, constants
 
     words = {key: table["words"] for key, table in launcher_tables()["words"]["accelerate"].items()}
     assert words["compute_environment"] == [each.value for each in ComputeEnvironment]
     assert set(words["distributed_type"]) == {each.value for each in DistributedType}
     assert set(words["mixed_precision"]) == {each.value for each in PrecisionType}
+    assert [each.upper() for each in words["dynamo_config.dynamo_backend"]] == DynamoBackend.list()
+    assert set(constants.TORCH_DYNAMO_MODES) <= set(words["dynamo_config.dynamo_mode"])
     for name in ("auto_wrap_policy", "sharding_strategy", "state_dict_type", "backward_prefetch"):
         assert set(getattr(constants, f"FSDP_{name.upper()}")) <= set(words[f"fsdp_config.{name}"])
 
@@ -636,6 +638,10 @@ def test_schedules_of_deepspeed_and_their_parameters_are_those_of_its_classes() 
     import inspect
 
     import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
     from deepspeed.runtime import lr_schedules
 
     tables, torchs = launcher_tables(), vars(torch.optim.lr_scheduler)
@@ -645,8 +651,33 @@ def test_schedules_of_deepspeed_and_their_parameters_are_those_of_its_classes() 
         *lr_schedules.VALID_LR_SCHEDULES,
         *(name for name in classes if not name.startswith("_")),
     }
-    for name, parameters in tables["schedule_parameters"].items():
-        assert list(inspect.signature(getattr(lr_schedules, name)).parameters)[1:] == parameters
+    optimizers = {
+        "adam": (FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW),
+        "lion": (FusedLion, DeepSpeedCPULion),
+        "lamb": (FusedLamb,),
+        "adagrad": (DeepSpeedCPUAdagrad, torch.optim.Adagrad),
+        "sgd": (torch.optim.SGD,),
+    }
+    for name, parameters in tables["parameters"].items():
+        makes = [getattr(lr_schedules, name)] if name in vars(lr_schedules) else optimizers[name.removesuffix("w")]
+        taken = {parameter for make in makes for parameter in [*inspect.signature(make).parameters][1:]}
+        taken |= {"torch_adam", "adam_w_mode"} if name in ("adam", "adamw") else set()  # taken out before
+        assert taken - {"max_grad_norm"} == {*parameters}, name  # which the engine refuses before
+
+
+def test_trl_and_peft_raise_for_other_words() -> None:
+    from datasets import Dataset
+    from peft import TaskType
+    from trl import pack_dataset
+
+    tables = launcher_tables()["words"]
+    words = [f'"{word}"' for table in ("trl", "grpo") for each in tables[table].values() for word in each["words"]]
+    folder = Path(str(importlib.util.find_spec("trl").origin)).parent  # type: ignore[union-attr]
+    source = "".join(each.read_text() for each in folder.rglob("*.py"))
+    of_peft = {f'"{each.value}"' for each in TaskType} | {'"nf4"', '"fp4"', '"True"', '"False"', '"true"', '"false"'}
+    assert [word for word in words if word not in source and word not in of_peft] == []
+    with pytest.raises(ValueError, match="Invalid packing strategy"):
+        pack_dataset(Dataset.from_dict({"input_ids": [[1]]}), 4, strategy="bfd2")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from refused_arguments import (
     REFUSED_LATER,
     REFUSED_NESTED,
     WORDS_OF_DEEPSPEED,
+    WORDS_OF_TRL,
     WRONG_IN_BLOCKS,
 )
 
@@ -230,7 +231,14 @@ CASES = [
       for bad, good in REFUSED_BY_PEFT),
     Case("auto-is-kept", '{"train_batch_size": "auto", "zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}',
          zero(3, reduce_bucket_size="auto") , 2, "ds.json"),
-    Case("unknown-schedule-parameter", json.dumps(SCHEDULE | {"type": "WarmupDecayLR"}, indent=1).join(IN_JSON),
+    *(Case("unknown-word", f"{SFT}{bad}\n", f"{SFT}{good}\n", 4) for bad, good in WORDS_OF_TRL),
+    Case("unknown-word", "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_mode: max\n",
+         "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_mode: max-autotune\n", 3),
+    Case("wrong-deepspeed-type", '{"zero_optimization": {"stage": 1},\n"wall_clock_breakdown": "false"}',
+         '{"zero_optimization": {"stage": 1},\n"wall_clock_breakdown": "true"}', 2, "ds.json"),
+    Case("unknown-parameter", '{"zero_optimization": {}, "optimizer": {"type": "AdamW", "params": {\n"rate": 1}}}',
+         '{"zero_optimization": {}, "optimizer": {"type": "AdamW", "params": {\n"lr": 1}}}', 2, "ds.json"),
+    Case("unknown-parameter", json.dumps(SCHEDULE | {"type": "WarmupDecayLR"}, indent=1).join(IN_JSON),
          json.dumps(SCHEDULE | {"type": "WarmupCosineLR"}).join(IN_JSON), 3, "ds.json"),
     Case("unknown-word", json.dumps(SCHEDULE | {"type": "WarmupCosineAnnealing"}, indent=1).join(IN_JSON),
          json.dumps(SCHEDULE | {"type": "CosineAnnealingLR"}).join(IN_JSON), 5, "ds.json"),

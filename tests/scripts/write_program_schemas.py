@@ -53,17 +53,61 @@ class Source:
                         if isinstance(node, ast.ClassDef):
                             self.classes.setdefault(node.name, []).append(node)
 
+    def words(self, *names: str) -> dict[str, set[str]]:
+        """Return the words of each field that takes no other text: `Literal`, an enumeration, a beginning."""
+        found: dict[str, set[str] | None] = {}
+        for node in self._with_bases(*names):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    name, words = statement.target.id, self._closed(statement.annotation)
+                    before = found.setdefault(name, words)  # a class that inherits decides
+                    found[name] = before and before | (words or set())
+        return {name: words for name, words in found.items() if words}
+
+    def _closed(self, annotation: ast.expr) -> set[str] | None:
+        """Return the words that an annotation allows, none for numbers and blocks, and None where it takes any text."""
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            annotation = ast.parse(annotation.value, mode="eval").body
+        if isinstance(annotation, ast.BinOp):
+            parts = [self._closed(annotation.left), self._closed(annotation.right)]
+        elif isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in (
+            "Optional",
+            "Union",
+            "Literal",
+        ):
+            inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+            if ast.unparse(annotation.value) == "Literal":
+                return {str(each.value) for each in inner if isinstance(each, ast.Constant) and each.value is not None}
+            parts = [self._closed(each) for each in inner]
+        elif pattern := re.match(r"Annotated\[str, StringConstraints\(pattern='\^(\w+)'\)\]$", ast.unparse(annotation)):
+            return {f"{pattern[1]}*"}
+        else:
+            name = ast.unparse(annotation)
+            is_no_text = re.match(r"(?:None|bool|int|float|dict|list)\b", name)
+            enums = [
+                each for each in self.classes.get(name, ()) if any("Enum" in ast.unparse(base) for base in each.bases)
+            ]
+            members = [each.value for each in enums[0].body if isinstance(each, ast.Assign)] if enums else []
+            return set(_texts(members)) if enums else set() if is_no_text else None
+        return None if None in parts else set().union(*(each or () for each in parts))
+
     def fields(self, *names: str) -> set[str]:
         """Return the names that the classes, and those they inherit from, annotate or read from the file's mapping."""
-        waiting, seen, fields = list(names), set[str](), set[str]()
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                for node in self.classes.get(name, ()):
-                    waiting += [base.id.removeprefix("Hf") for base in node.bases if isinstance(base, ast.Name)]
-                    fields |= set(_annotated(node)) | set(_read_before(node))
+        fields = set[str]()
+        for node in self._with_bases(*names):
+            fields |= set(_annotated(node)) | set(_read_before(node))
         return fields
+
+    def _with_bases(self, *names: str) -> Iterable[ast.ClassDef]:
+        seen = set[str]()
+        for start in names:
+            waiting = [start]
+            while waiting:
+                name = waiting.pop(0)
+                for node in self.classes.get(name, ()) if name not in seen else ():
+                    waiting += [base.id.removeprefix("Hf") for base in node.bases if isinstance(base, ast.Name)]
+                    yield node
+                seen.add(name)
 
 
 def _annotated(node: ast.ClassDef) -> Iterable[str]:
@@ -122,42 +166,75 @@ def all_trl_fields(folder: Path, version: str) -> set[str]:
 
 
 def _axolotl(folder: Path, version: str) -> Source:
-    return Source(_wheel(folder, f"axolotl-{version}"), only=r"/schemas/.*\.py$|/args\.py$")
+    wheels = _wheel(folder, f"axolotl-{version}"), _wheel(folder, f"transformers-{TRANSFORMERS['trl'][0]}")
+    return Source(*wheels, only=r"/schemas/.*\.py$|/args\.py$|transformers/(training_args|trainer_utils)\.py$")
 
 
-def axolotl_fields(folder: Path, version: str) -> set[str]:
-    """Return the settings of axolotl and of its own plugins."""
-    source = _axolotl(folder, version)
+def _axolotl_parts(source: Source) -> tuple[str, ...]:
     plugins = ["SwanLabConfig", *(name for name in source.classes if name.endswith("Args"))]
-    return source.fields("AxolotlConfigWCapabilities", *plugins)
+    return ("AxolotlConfigWCapabilities", *plugins)
 
 
-def factory_fields(folder: Path, version: str) -> set[str]:
-    """Return the settings of LLaMA-Factory's dataclasses."""
+def _factory(folder: Path, version: str) -> Source:
     wheels = (_wheel(folder, f"llamafactory-{version}"), *_transformers(folder, "llama-factory"))
+    return Source(*wheels, only=r"/hparams/.*\.py$|/extras/constants\.py$|training_args\w*\.py$")
+
+
+def _factory_parts(_: Source) -> tuple[str, ...]:
     parts = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "EvaluationArguments")
-    source = Source(*wheels, only=r"/hparams/.*\.py$|training_args\w*\.py$")
-    return source.fields(*parts, "RayArguments", "GeneratingArguments", "Seq2SeqTrainingArguments")
+    return (*parts, "RayArguments", "GeneratingArguments", "Seq2SeqTrainingArguments")
 
 
-def swift_fields(folder: Path, version: str) -> set[str]:
-    """Return the settings of ms-swift, and those that its command takes: a file's variables, and once the file."""
-    taken = {"ENV", "config"} if version in ("3.12.6", "4.0.4") else {"ENV"}
+def _swift(folder: Path, version: str) -> Source:
     files = r"^swift/(arguments|trainers|rlhf_trainers|ray|ray_utils|dataset|llm/argument|llm/ray)/.*\.py$"
     wheels = (_wheel(folder, f"ms_swift-{version}"), *_transformers(folder, "ms-swift"))
-    return Source(*wheels, only=rf"{files}|training_args\w*\.py$").fields("RLHFArguments") | taken
+    return Source(*wheels, only=rf"{files}|training_args\w*\.py$")
 
 
-READERS = {
-    **{"trl": all_trl_fields, "axolotl": axolotl_fields},
-    **{"llama-factory": factory_fields, "ms-swift": swift_fields},
+# The classes of each program's parser: of axolotl's schema and its plugins, and of the dataclasses of the others.
+SOURCES = {
+    "axolotl": (_axolotl, _axolotl_parts),
+    "llama-factory": (_factory, _factory_parts),
+    "ms-swift": (_swift, lambda _: ("RLHFArguments",)),
 }
+# ms-swift's other commands, whose words are no misspellings of a training's.
+OTHER_COMMANDS = ("ExportArguments", "InferArguments", "DeployArguments", "SamplingArguments", "EvalArguments")
+
+
+def fields_of(folder: Path, program: str, version: str) -> set[str]:
+    """Return the settings of a version of a program, and those that ms-swift's command takes: a file's variables, and
+    once the file."""
+    if program == "trl":
+        return all_trl_fields(folder, version)
+    read, parts = SOURCES[program]
+    source = read(folder, version)
+    taken = {"config", "ENV"} if version in ("3.12.6", "4.0.4") else {"ENV"}
+    return source.fields(*parts(source)) | (taken if program == "ms-swift" else set())
+
+
+def closed_words(folder: Path, program: str) -> dict[str, list[str]]:
+    """Return the settings that take no other text in the newest version, with the words of all versions."""
+    if program == "trl":  # whose fields are text, and whose trainers raise
+        return {}
+    read, parts = SOURCES[program]
+    found: dict[str, set[str]] = {}
+    for version in (VERSIONS[program], *FORMER[program]):
+        source = read(folder, version)
+        blocks = AXOLOTL_BLOCKS if program == "axolotl" else {}
+        words = source.words(*parts(source), *(OTHER_COMMANDS if program == "ms-swift" else ()))
+        for block, name in blocks.items():
+            words |= {f"{block}.{key}": each for key, each in source.words(name).items()}
+        if version == VERSIONS[program]:
+            found = words
+        for key in found.keys() & words.keys():
+            found[key] |= words[key]
+    return {key: sorted(words) for key, words in sorted(found.items())}
 
 
 def former_fields(folder: Path, program: str) -> dict[str, str]:
     """Return the settings that a program no longer has, and the first version of those read that is without each."""
     versions = (*FORMER[program], VERSIONS[program])
-    fields = [READERS[program](folder, version) for version in versions]
+    fields = [fields_of(folder, program, version) for version in versions]
     gone = zip(versions[1:], itertools.pairwise(fields), strict=True)
     return {name: version for version, (old, new) in gone for name in old - new if name not in fields[-1]}
 
@@ -169,8 +246,9 @@ def main(folder: Path) -> None:
     blocks = _axolotl(folder, VERSIONS["axolotl"])
     schemas: dict[str, dict[str, Any]] = {
         program: {
-            "fields": sorted(READERS[program](folder, VERSIONS[program])),
+            "fields": sorted(fields_of(folder, program, VERSIONS[program])),
             "former": former_fields(folder, program),
+            "words": closed_words(folder, program),
             "version": VERSIONS[program],
             "transformers": TRANSFORMERS.get(program, []),
         }

@@ -93,6 +93,7 @@ spec:
       template: *pod
 """
 
+TRAINS = "torchrun train.py --output_dir out --per_device_train_batch_size 1"
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
@@ -135,12 +136,20 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("lost-line", "torchrun train.py \\ \n  --bf16 True\n",
      "ARGS=(\n  --bf16 True\n)\ntorchrun train.py ${ARGS[@]}\n", 2,
      "run.sh"),
-    ("refused-by-llama-factory", "llamafactory-cli train --stage pretrain --finetuning_type lora --dataset a\n",
+    ("unknown-word", "llamafactory-cli train --stage pretrain --finetuning_type lora --dataset a\n",
      "llamafactory-cli train --stage pt --finetuning_type lora --dataset a\n", 1, "run.sh"),
-    ("refused-by-llama-factory", "llamafactory-cli train --stage sft --finetuning_type qlora --dataset a\n",
+    ("unknown-word", "llamafactory-cli train --stage sft --finetuning_type qlora --dataset a\n",
      "llamafactory-cli train --stage sft --finetuning_type $TYPE --dataset a\n", 1, "run.sh"),
-    ("refused-by-swift", "swift rlhf --rlhf_type grop --model a --dataset b\n",
+    ("unknown-word", "swift rlhf --rlhf_type grop --model a --dataset b\n",
      "swift rlhf --rlhf_type dpo --model a --dataset b --torch_dtype bfloat16\n", 1, "run.sh"),
+    ("unknown-word", "torchrun --rdzv-backend c10 train.py\n", "torchrun --rdzv-backend c10d train.py\n", 1, "run.sh"),
+    ("unknown-word", "deepspeed --log_level warn train.py\n", "deepspeed --log_level warning train.py\n", 1, "run.sh"),
+    ("unknown-word", "accelerate launch --multi_gpu --dynamo_backend inductr train.py\n",
+     "accelerate launch --multi_gpu --dynamo_backend INDUCTOR train.py\n", 1, "run.sh"),
+    ("wrong-argument-type", f"{TRAINS} --deepspeed --max_steps 5\n", f"{TRAINS} --deepspeed $JSON --max_steps 5\n", 1,
+     "run.sh"),
+    ("refused-alone", f"{TRAINS} --fsdp full_shard --deepspeed z.json\n", f"{TRAINS} --fsdp full_shard\n", 1,
+     "run.sh"),
     ("option-without-dashes", "torchrun train.py output_dir out --bf16 True\n",
      "torchrun train.py --label_names output_dir out --bf16 True\n", 1, "run.sh"),
     ("refused-by-trl", "trl sft --model_name_or_path a/b --output_dir out\n",

@@ -9,6 +9,17 @@ FSDP = "fsdp_version: 2\nfsdp_config:\n  fsdp_offload_params: true\n"
 FSDP1 = FSDP.replace("2", "1")
 
 # rule, bad file, good file, line of the finding, the bad file after `--fix`
+WORDS = [
+    (AXOLOTL, "rl: dpo_pair", "rl: ipo"),
+    (AXOLOTL, "chat_template: llama-3", "chat_template: tokenizer_default_fallback_chatml"),
+    (AXOLOTL, "optimizer: adamw_torchh", "optimizer: muon"),
+    (AXOLOTL, "lr_scheduler: cosin", "lr_scheduler: rex"),
+    (AXOLOTL, "gradient_checkpointing: of", "gradient_checkpointing: offload"),
+    (FACTORY, "flash_attn: flash_attention_2", "flash_attn: fa2"),
+    (FACTORY, "rope_scaling: yarnn", "rope_scaling: yarn"),
+    (SWIFT, "padding_side: rigth", "padding_side: right"),
+    (SWIFT, "quant_bits: 5", "quant_bits: 4"),
+]
 PROGRAM_CASES = [
     ("unknown-trl-setting", f"{TRL_SFT}max_seq_length: 8\n", f"{TRL_SFT}max_length: 8\n", 4,
      f"{TRL_SFT}max_length: 8\n"),
@@ -38,7 +49,8 @@ PROGRAM_CASES = [
      f"{AXOLOTL}adapter: lora\npeft_layers_pattern: layers\npeft_layers_to_transform: [0]\n", 5, None),
     ("refused-by-peft", f"{FACTORY}lora_rank: 0\n", f"{FACTORY}lora_rank: 8\n", 5, None),
     ("refused-by-peft", f"{SWIFT}lora_dropout: 5\n", f"{SWIFT}lora_dropout: 0.05\n", 5, None),
-    ("refused-by-axolotl", f"{AXOLOTL}rl: dpo_pair\n", f"{AXOLOTL}rl: ipo\n", 4, None),
+    *(("unknown-word", f"{file}{bad}\n", f"{file}{good}\n", 5 - (file == AXOLOTL), None) for file, bad, good in WORDS),
+    ("refused-by-axolotl", f"{AXOLOTL}adapter: loraa\n", f"{AXOLOTL}adapter: of_mine\nplugins: [a.B]\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}datasets: {{path: a, type: alpaca}}\ngradient_accumulation_steps: 1\n",
      f"{AXOLOTL}datasets: [{{path: a, type: alpaca}}]\ngradient_accumulation_steps: 1\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}context_parallel_size: 2\n",

@@ -84,6 +84,15 @@ BF16_STATES = [
      _json(f'"bf16": {{{STATES}, {MASTERS}}}', _zero(1))),
 ]  # fmt: skip
 # Of these the words, and where nothing fills `auto` in; DeepSpeed alone refuses the words.
+WORDS_OF_TRL = [
+    ("packing_strategy: bfd2\npacking: true", "packing_strategy: bfd2"),  # nobody reads it
+    ("loss_type: ntl", "loss_type: nll"),
+    ("truncation_mode: keep_strat", "truncation_mode: keep_start"),
+    ("bnb_4bit_quant_type: nf5\nload_in_4bit: true", "bnb_4bit_quant_type: nf4\nload_in_4bit: true"),
+    ("vllm_mode: colocated\nuse_vllm: true\nnum_generations: 1", "vllm_mode: colocate\nuse_vllm: true"),
+    ("loss_type: drgrpo\nnum_generations: 1", "loss_type: dr_grpo\nnum_generations: 1"),
+    ("scale_rewards: groups\nnum_generations: 1", "scale_rewards: false\nnum_generations: 1"),
+]
 WORDS_OF_DEEPSPEED = [
     (_json('"communication_data_type": "float16"'), _json('"communication_data_type": "FP16"')),
     (_json('"gradient_allreduce_op": "avg"'), _json('"gradient_allreduce_op": "Mean"')),

@@ -79,6 +79,7 @@ _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^
 _MANY_WORDS = re.compile(
     r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
 )
+PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
 _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 
@@ -110,6 +111,8 @@ class LauncherCall:
         found: dict[str, Any] = {"distributed_type": engines[0]} if engines else {}
         for name, value in ((option.replace("-", "_"), value) for option, value in options.items()):
             block = next((block for block, keys in reversed(ACCELERATE_BLOCKS.items()) if name in keys), None)
+            if block is None and name.startswith(PREFIXED):
+                block = f"{name.partition('_')[0]}_config"
             if block is not None and name not in launcher_tables()["told_by_flags"]:
                 found[f"{block}.{name}".lstrip(".")] = True if value is None else value
         return found

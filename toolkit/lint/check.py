@@ -244,7 +244,7 @@ def _matches(document: Document) -> Iterator[tuple[LintRule, Match]]:
             if rule.library == "transformers" and TRAINER in rule.kinds and document.kind in ENGINE_FILES:
                 rule = replace(rule, library=document.kind)  # which reads this file
             for match in rule.check(document):
-                yield rule, match
+                yield replace(rule, library=match.library or rule.library), match
 
 
 # -- mechanical fixes, as edits of the text, so that comments and the order of keys stay

@@ -54,6 +54,7 @@ class Match:
     line: int | None = None  # where the place is no key of the document: its line
     level: str | None = None  # where it is not the rule's
     since: str | None = None  # the version of the library in which it began, where that is not the rule's
+    library: str | None = None  # which says so, where that is not the rule's
 
     @property
     def is_mechanical(self) -> bool:

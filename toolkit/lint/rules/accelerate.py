@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.convert.job_script import launcher_tables
 from toolkit.files.documents import read_configuration
-from toolkit.lint.document import ACCELERATE, TRAINER, Document
+from toolkit.lint.document import ACCELERATE, AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -235,12 +235,13 @@ def never_taken(doc: Document) -> Iterator[Match]:
         yield Match(differ[0], message, f"`accelerate launch {flags}`")
 
 
-@rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix="the class of the model's own layers, or nothing")
+@rule(ERROR, ACCELERATE, TRAINER, AXOLOTL, library="accelerate", fix="the class of the model's own layers, or nothing")
 def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
     """The model that the command names has no such layers: accelerate raises "Could not find the transformer layer
     class"."""
     name = "transformer_layer_cls_to_wrap"
-    in_block, model = fsdp_setting(doc, name), (doc.named_by or doc).get("model_name_or_path")
+    names = doc.named_by or doc
+    in_block, model = fsdp_setting(doc, name), names.get("model_name_or_path", names.get("base_model"))
     key = f"fsdp_{name}" if in_block is None else fsdp_key(doc, name)
     classes = doc.get(key) if in_block is None else in_block
     if not (isinstance(classes, str) and isinstance(model, str)) or "$" in classes + model:

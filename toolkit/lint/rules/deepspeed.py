@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.convert.job_script import launcher_tables
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, nearest
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import (
@@ -192,14 +192,20 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
 # -- sizes and communication
 
 
-@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a parameter that the schedule has")
-def unknown_schedule_parameter(doc: Document) -> Iterator[Match]:
-    """The schedule raises TypeError for a parameter that it does not have."""
-    known = launcher_tables()["schedule_parameters"].get(doc.get("scheduler.type"), ())
-    for name in doc.block("scheduler.params") if known else ():
-        if name not in known:
-            message = f"`{shorten(name)}` is no parameter of {doc.get('scheduler.type')}: DeepSpeed raises"
-            yield Match(f"scheduler.params.{name}", message, f"remove it; it has {', '.join(known)}")
+@rule(ERROR, DEEPSPEED, library="deepspeed", fix="a parameter that it has")
+def unknown_parameter(doc: Document) -> Iterator[Match]:
+    """The optimizer, or the schedule, raises TypeError for a parameter that it does not have."""
+    for block in ("optimizer", "scheduler"):
+        kind = str(doc.get(f"{block}.type"))
+        known = launcher_tables()["parameters"].get(kind.lower() if block == "optimizer" else kind, ())
+        for name in doc.block(f"{block}.params") if known else ():
+            if name not in known:
+                close = nearest(name[:100], known, cutoff=0.6)
+                close = {"learning_rate": "lr", "max_grad_norm": "gradient_clipping"}.get(name, close)
+                fix = f"`{close}`" if close else f"remove it; it has {', '.join(known)}"
+                fix += " at the top level" if close == "gradient_clipping" else ""
+                message = f"`{shorten(name)}` is no parameter of {kind}: DeepSpeed raises"
+                yield Match(f"{block}.params.{name}", message, fix)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from toolkit.convert.job_script import launcher_tables
-from toolkit.convert.programs import FOREIGN, OPEN_INSTRUCT, is_alike
+from toolkit.convert.programs import FOREIGN, OPEN_INSTRUCT, is_alike, program_schemas
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
-from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import occurs
 from toolkit.lint.rules.programs import is_trls_own, schema_of
@@ -25,7 +26,9 @@ from toolkit.lint.rules.settings import (
     engine_of,
     fsdp_key,
     fsdp_setting,
+    is_grpo,
     is_template,
+    is_trl,
     keeps_text,
     shorten,
     uses_fsdp,
@@ -56,6 +59,8 @@ CLOSED_ARGUMENTS = (
     *("train_sampling_strategy", "log_level", "log_level_replica"),
 )
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
+READ_AT_ONCE = ("stage", "finetuning_type", "mix_strategy", "pref_loss", "flash_attn")  # of LLaMA-Factory's words
+MISSPELT_WORD = 0.8  # alike above which a word of a trainer is a misspelling, and below which one of another version
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
 DROPS_UNKNOWN = re.compile(r"\b(?:signature|fields)\(\s*\w*(?:config|arguments)", re.IGNORECASE)
@@ -255,13 +260,24 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
         if value is None or is_template(value) or is_unsloths:
             continue
-        if (found := reads(value)) is None:
+        if _lacks_value(doc, name, field.type):
+            yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
+        elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
             fix = "`null`" if kind != field.type and value == "None" else expected
             yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
         elif is_text and found is not True:
             fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
             yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
+
+
+def _lacks_value(doc: Document, name: str, kind: str) -> bool:
+    """Return True for an argument that stands alone on a command line, and that the parser of transformers gives one.
+    DeepSpeed's own `--deepspeed` is a switch."""
+    if doc.call is None or name not in doc.call.arguments or "bool" in kind or doc.is_declared(name):
+        return False
+    is_switch = name == "deepspeed" and (doc.has("deepspeed_config") or "add_config_arguments" in doc.reader_source)
+    return doc.call.arguments[name][0] is None and doc.get(name) is True and not is_switch
 
 
 def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
@@ -277,6 +293,12 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
             if isinstance(value, str) and re.fullmatch("[A-Z]+(?:_[A-Z]+)+", value):
                 continue  # what a job replaces: `CONFIG_HOST_NUM`
             if value is None and key in NULL_IS_ABSENT:
+                continue
+            if doc.kind == DEEPSPEED and not block and isinstance(value, str) and kind.expected.startswith("true or"):
+                if as_bool(value) is False:
+                    yield Match(
+                        key, f"{value} is text here, which counts as true", f"`{value.lower()}`, without quotes"
+                    )
                 continue
             is_kept = doc.kind == ACCELERATE and isinstance(value, str) and not (doc.call or doc.is_flag(name))
             if is_kept and key in NO_TEXT and as_int(value) is not None and engine_of(doc) != "NO":
@@ -335,20 +357,66 @@ def _has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bo
     return kind.expected.startswith("text") and type(value) in plain and block != "fsdp_config"
 
 
-@rule(ERROR, ACCELERATE, DEEPSPEED, TRAINER, library="transformers", fix="one of the words", for_every_program=True)
+@rule(
+    *(ERROR, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, *SCRIPTS),
+    library="transformers",
+    fix="one of the words",
+    for_every_program=True,
+)
 def unknown_word(doc: Document) -> Iterator[Match]:
     """The key takes other words: the library raises, or (`compute_environment`) takes the file for another kind."""
     level = OF_OTHERS.get(doc.program) if doc.kind == TRAINER else None
     yield from (replace(each, level=each.level or level) for each in _other_words(doc))
+    yield from _words_of_program(doc) if doc.kind in (TRAINER, AXOLOTL) else ()
+    for call in doc.script.launches:
+        tool = call.tool if call.tool != DEEPSPEED else "deepspeed-launcher"
+        for option, table in launcher_tables()["words"].get(tool, {}).items() if tool != ACCELERATE else ():
+            if (value := call.options.get(option)) not in (None, *table["words"]):
+                for found in _not_a_word(f"--{option}", value, table["words"], "it raises"):
+                    yield replace(found, line=call.line, library="torch" if tool == "torchrun" else DEEPSPEED)
+
+
+def _words_of_program(doc: Document) -> Iterator[Match]:
+    """Words of the program's schema, which its parser refuses, and those of TRL and axolotl that a trainer refuses.
+
+    LLaMA-Factory's parser takes any word from a file: what is read at once raises. A trainer's words may be those of
+    another version, unless one is misspelt.
+    """
+    program, library = AXOLOTL if doc.kind == AXOLOTL else doc.program, "trl"
+    schema = program_schemas().get(program or "")
+    tables: dict[str, Any] = {key: {"words": words} for key, words in (schema.words if schema else {}).items()}
+    if program == AXOLOTL or program in OUR_PROGRAMS or program is None:
+        program = program if program == AXOLOTL else "grpo" if is_grpo(doc) else "trl"
+        tables |= launcher_tables()["words"][program] if program == AXOLOTL or is_trl(doc) else {}
+    library = "trl" if schema is None else schema.distribution
+    for key, table in tables.items():
+        block, _, name = key.rpartition(".")
+        place = fsdp_key(doc, name) if block == "fsdp_config" else key
+        value, needs = doc.get(place), table.get("needs")
+        words = [*table["words"], *(trainer_schema().fields[table["and"]].choices if "and" in table else ())]
+        is_text = isinstance(value, (str, int)) and as_bool(value) is None and value != "None"
+        is_read = is_text and (needs is None or bool(as_bool(doc.get(needs))))
+        if not is_read or any(fnmatchcase(str(value), word) for word in words):
+            continue
+        if occurs(re.compile(rf"[\"']{re.escape(str(value))}[\"']"), doc.reader_source):
+            continue  # the project has the word
+        is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
+        is_old = "fold" in table and not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
+        effect = "it raises where it is read" if is_kept else "it raises"
+        for found in _not_a_word(place, value, words, effect):
+            yield replace(found, level=WARNING if is_kept or is_old else None, library=library)
 
 
 def _other_words(doc: Document) -> Iterator[Match]:
     is_sagemaker = doc.get("compute_environment") == "AMAZON_SAGEMAKER"
-    for key, table in () if is_sagemaker else launcher_tables()["words"][doc.kind].items():
+    is_other = is_sagemaker or doc.kind not in (ACCELERATE, DEEPSPEED, TRAINER)
+    for key, table in () if is_other else launcher_tables()["words"][doc.kind].items():
         block, _, name = key.rpartition(".")
         if not _is_in_effect(doc, block, name):
             continue
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
+        if not doc.has(place) and block in PREFIXES:
+            place = f"{block}.{name.removeprefix(PREFIXES[block])}"
         value, words = doc.get(place), [str(each) for each in table["words"]]
         is_folded = table["fold"] == "upper" and not (table.get("option") == "exact" and doc.call is not None)
         fold = str.upper if is_folded else str
@@ -380,6 +448,10 @@ def _is_in_effect(doc: Document, block: str, name: str) -> bool:
     if doc.kind == TRAINER:
         of_fsdp1 = name == "backward_prefetch" and as_int(fsdp_setting(doc, "version", 2)) == 2
         return block != "fsdp_config" or (uses_fsdp(doc) and not of_fsdp1)
+    if block == "dynamo_config":  # which the launcher of DeepSpeed does not pass on
+        return engine_of(doc) != "DEEPSPEED"
+    if block == "fp8_config":
+        return str(doc.get("mixed_precision")).lower() == "fp8"
     engine = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(block)
     return engine in (None, doc.get("distributed_type", engine))
 
