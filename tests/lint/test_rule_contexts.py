@@ -185,6 +185,9 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
         ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),
+        ("not-auto", {"a.sh": "torchrun x.py --deepspeed a.json --bf16 --do_train\n",
+                      "a.json": zero(gradient_clipping=0.1),
+                      "x.py": f"class A(TrainingArguments):\n    max_grad_norm: float = 0.1\n{HF}"}, "max_grad_norm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(

@@ -23,7 +23,7 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named, source_of
+from toolkit.lint.named_files import declares, find_named, imported_source, source_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -115,7 +115,9 @@ def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
     reader = trainer_of(doc)
     if reader is None or (field == "warmup_steps" and (as_float(reader.get(field)) or 0) < 1):
         return False
+    sources = reader.reader_source, imported_source(reader.source, reader.folder)  # with a default of their own
     has_defaults = reader.program in ("transformers", "llama-factory") and not reader.has("config")
+    has_defaults &= not any(declares(each, field) for each in sources)
     return reader.has(field) or (has_defaults and key in DEFAULTS and value != DEFAULTS[key])
 
 
