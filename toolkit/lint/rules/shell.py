@@ -206,6 +206,8 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 option = f"--{name.replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
+                if present := launcher_tables()["former"].get(call.tool, {}).get(name):
+                    fix = f"`--{present.replace('-', '_')}`"
                 yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
 
 
