@@ -45,6 +45,8 @@ def of_key(folder: Path, text: str, key: str) -> Finding | None:
         (f"{FSDP}  fsdp_prefetch: true\n", "fsdp_config.fsdp_prefetch",
          "`fsdp_backward_prefetch` or `fsdp_forward_prefetch`"),
         (f"{DEEPSPEED}  zero_init: true\n", "deepspeed_config.zero_init", "`zero3_init_flag`, if you mean that"),
+        (f"{DEEPSPEED}  offload_optimizer: {{device: cpu}}\n", "deepspeed_config.offload_optimizer",
+         "`offload_optimizer_device: cpu`"),
         (f"{ACCELERATE}megatron: x\n", "megatron", "`megatron_lm_config`, if you mean that"),
         (f"{TRAINER}adam_beta: 0.9\n", "adam_beta", "`adam_beta1` or `adam_beta2`, unless"),
         (f"{TRAINER}per_device_batch_size: 4\n", "per_device_batch_size", "`per_device_eval_batch_size`, unless"),

@@ -117,6 +117,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
         fix, rename = f"move it {into}", None
     elif meant is not None and not meant.isidentifier():
         fix = meant
+    elif free and not is_block and (inner := doc.block(key).get(free[0].rpartition("_")[2])):  # as the JSON has it
+        fix = f"`{free[0]}: {shorten(inner)}`"
     elif not close and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
