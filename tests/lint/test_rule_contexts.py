@@ -273,6 +273,8 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("sharded-save-only-model", {"a.yaml": f"{TRAINER}save_only_model: true\nfsdp: true\n"
                                      "fsdp_config: {state_dict_type: SHARDED_STATE_DICT}\n"}, "FULL_STATE_DICT"),
         ("unknown-launcher-option", {"a.sh": f"{RUN} --fsdp_backward_prefetch_policy NO_PREFETCH x.py\n"}, "prefetch`"),
+        ("lost-line", {"a.sh": "torchrun x.py --bf16 | tee log\n\n  trainer.nnodes=1 \\\n"}, "move it"),
+        ("lost-line", {"a.sh": "torchrun x.py \\\n\n  --bf16\n"}, "end the line before"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},

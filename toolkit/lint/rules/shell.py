@@ -59,6 +59,8 @@ def lost_line(doc: Document) -> Iterator[Match]:
             is_behind_comment = script.text[:start].rstrip("\n").rpartition("\n")[2].lstrip().startswith("#")
             fix = "end the line before with a backslash, and nothing behind it"
             fix = "no comment between the lines: it ends the command" if is_behind_comment else fix
+            if script.text[:start].endswith("\n\n") and not script.text[:start].rstrip().endswith("\\"):
+                fix = "move it into the command that it is for, or remove it"
             if is_windows:
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
                 message += f" runs {found[1]} as a command"
