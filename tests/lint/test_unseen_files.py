@@ -733,10 +733,15 @@ def test_a_folder_passes_over_yaml_of_other_programs_and_says_so(tmp_path: Path)
     (tmp_path / "ours.yaml").write_text(
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2\n"
     )
+    (tmp_path / "wide.sh").write_text("torchrun x.py --bf16\n", encoding="utf-16")  # which bash cannot run
+    for name, text in {"a.sh": "torchrun x.py \\\n--bf16\n", "a.json": '{"zero_optimization": {}}\n'}.items():
+        (tmp_path / name).write_text(f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> main\n")
     result = lint_paths([tmp_path])
-    assert [error.message.split(" ")[0][-9:] for error in result.unreadable] == ["ours.yaml"]
-    assert len(result.not_checked) == 2
-    assert all(line.startswith("skipped, as another program's") for line in result.not_checked)
+    named = [error.message.removeprefix(f"{tmp_path}/")[:14] for error in result.unreadable]
+    assert named == ["a.json, line 1", "a.sh, line 1: ", "ours.yaml is n"]
+    assert [line.partition(":")[0] for line in result.not_checked] == ["skipped, as another program's"] * 2 + [
+        "skipped"
+    ]
 
 
 def test_a_script_that_drops_other_keys_does_not_raise_for_them(tmp_path: Path) -> None:

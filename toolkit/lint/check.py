@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toolkit.convert.job_script import PYTHON, read_calls
 from toolkit.convert.programs import A_SCRIPT, OPEN_INSTRUCT
 from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.paths import is_file
@@ -26,6 +27,7 @@ from toolkit.lint.document import (
     TRAINER,
     TRAINER_EVIDENCE,
     Document,
+    MergeConflict,
     NotAConfiguration,
     load_document,
     read_text,
@@ -91,10 +93,13 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                 is_another = isinstance(error, NotAConfiguration | OverLimit)  # data, or another program's file
                 if is_another and not must_be_one:
                     continue
-                if must_be_one or not is_file(file) or OURS.search(file.read_bytes().decode(errors="replace")):
+                text = file.read_bytes().decode(errors="replace") if is_file(file) else ""
+                starts = isinstance(error, MergeConflict) and any(each.tool != PYTHON for each in read_calls(text))
+                if must_be_one or not text or starts or OURS.search(text):
                     unreadable.append(error)
                 else:
-                    skipped.append(f"skipped, as another program's: {error.message}")
+                    whose = ", as another program's" if file.suffix in (".yaml", ".yml") else ""
+                    skipped.append(f"skipped{whose}: {error.message}")
                 continue
             for each in document.linted if document.kind is not None else ():
                 starts = each.command.path if each.command else ""

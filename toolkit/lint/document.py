@@ -84,11 +84,16 @@ READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
 # As a script takes a setting out of a file. A copy of the program has the same names, as attributes.
 TAKEN = r"(?:\.get\(|\[)[\"']{}[\"']"
 
+CONFLICT = re.compile(r"^<{7} .*^={7}$.*^>{7} ", re.MULTILINE | re.DOTALL)
 _ABSENT = object()
 
 
 class NotAConfiguration(ToolkitError):
     """A file that no library would read as a configuration: a list, a single value, or nothing."""
+
+
+class MergeConflict(ToolkitError):
+    """A file with both sides of a merge: bash stops at the first mark, and no parser takes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,6 +451,11 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
 
     `is_section` where `fsdp_config` names the file.
     """
+    if conflict := CONFLICT.search(text):
+        line = text.count("\n", 0, conflict.start()) + 1
+        raise MergeConflict(
+            f"{path}, line {line}: a merge conflict is not resolved", hint="keep one side, and no marks"
+        )
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.
