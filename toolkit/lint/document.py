@@ -84,7 +84,7 @@ READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
 # As a script takes a setting out of a file. A copy of the program has the same names, as attributes.
 TAKEN = r"(?:\.get\(|\[)[\"']{}[\"']"
 
-CONFLICT = re.compile(r"^<{7} .*^={7}$.*^>{7} ", re.MULTILINE | re.DOTALL)
+CONFLICT = re.compile(r"(?>(.*?)^<{7} )(?>.*?^={7}$)(?>.*?^>{7} )", re.MULTILINE | re.DOTALL)
 _ABSENT = object()
 
 
@@ -451,8 +451,8 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
 
     `is_section` where `fsdp_config` names the file.
     """
-    if conflict := CONFLICT.search(text):
-        line = text.count("\n", 0, conflict.start()) + 1
+    if conflict := CONFLICT.match(text):
+        line = conflict[1].count("\n") + 1
         raise MergeConflict(
             f"{path}, line {line}: a merge conflict is not resolved", hint="keep one side, and no marks"
         )
