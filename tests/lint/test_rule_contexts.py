@@ -275,6 +275,8 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("unknown-launcher-option", {"a.sh": f"{RUN} --fsdp_backward_prefetch_policy NO_PREFETCH x.py\n"}, "prefetch`"),
         ("lost-line", {"a.sh": "torchrun x.py --bf16 | tee log\n\n  trainer.nnodes=1 \\\n"}, "move it"),
         ("lost-line", {"a.sh": "torchrun x.py \\\n\n  --bf16\n"}, "end the line before"),
+        ("more-processes-than-gpus", {"a.sh": f"CUDA_VISIBLE_DEVICES=0 {RUN} x.py\n"}, "`--num_processes 1`"),
+        ("more-processes-than-gpus", {"a.sh": f"CUDA_VISIBLE_DEVICES=0 {RUN} --multi_gpu x.py\n"}, "as many of both"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},

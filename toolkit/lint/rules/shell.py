@@ -312,8 +312,11 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
         option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
         processes, count = as_int(call.options.get(option)), gpus.count(",") + 1
         if gpus and processes and processes > count:
-            message = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs"
-            yield Match("CUDA_VISIBLE_DEVICES", message, "as many of both", line=line)
+            message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
+            if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
+                message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"
+                fix = "`--num_processes 1`, or more GPUs"
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
 
 
 def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
