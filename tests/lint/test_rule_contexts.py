@@ -147,6 +147,7 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("not-exported", {"a.sh": "WANDB_API_KEY=$2\nexport WANDB_DISABLED=true\ntorchrun x.py\n"}),
         ("number-as-text", {"a.yaml": TEXT, "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c.learning_rate))\n"}),
         ("number-as-text", {"a.yaml": TEXT, "x.py": "def number(x):\n    if isinstance(x, str) and RE.match(x):\n"
                             "        return float(x)\nc = walk(yaml.safe_load(f), number)\n"}),

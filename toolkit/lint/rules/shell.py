@@ -97,6 +97,8 @@ def not_exported(doc: Document) -> Iterator[Match]:
     if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
     names = {name for tool in ("all", *(call.tool for call in script.calls)) for name in table.get(tool, ())}
+    if script.mentions(r"\bexport\b.*\bWANDB_(?:DISABLED=[\"']?(?:true|1)\b|MODE=[\"']?(?:disabled|offline|dryrun)\b)"):
+        names -= {"WANDB_API_KEY"}
     reported = set()
     for found in ASSIGNED.finditer(script.text):
         for place in re.finditer(r"(?<![\w$])([A-Z_][A-Z0-9_]*)=", found[1]):
