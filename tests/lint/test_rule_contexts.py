@@ -147,6 +147,7 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("unknown-llama-factory-setting", {"a.sh": "llamafactory-cli train --stage sft --num_train_epochs3 --bf16\n"}),
         ("not-exported", {"a.sh": "WANDB_API_KEY=$2\nexport WANDB_DISABLED=true\ntorchrun x.py\n"}),
         ("number-as-text", {"a.yaml": TEXT, "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c.learning_rate))\n"}),
         ("number-as-text", {"a.yaml": TEXT, "x.py": "def number(x):\n    if isinstance(x, str) and RE.match(x):\n"
@@ -278,6 +279,9 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("lost-line", {"a.sh": "torchrun x.py \\\n\n  --bf16\n"}, "end the line before"),
         ("more-processes-than-gpus", {"a.sh": f"CUDA_VISIBLE_DEVICES=0 {RUN} x.py\n"}, "`--num_processes 1`"),
         ("more-processes-than-gpus", {"a.sh": f"CUDA_VISIBLE_DEVICES=0 {RUN} --multi_gpu x.py\n"}, "as many of both"),
+        ("wrong-argument-type", {"a.sh": "llamafactory-cli train --stage sft --num_train_epochs3 --bf16\n"},
+         "`--num_train_epochs 3`"),
+        ("wrong-argument-type", {"a.sh": "torchrun x.py --seed42 --output_dir o --bf16\n", "x.py": HF}, "`--seed 42`"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},

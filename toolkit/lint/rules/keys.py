@@ -17,7 +17,7 @@ from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import occurs
-from toolkit.lint.rules.programs import is_trls_own, schema_of
+from toolkit.lint.rules.programs import glued_number, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -246,6 +246,10 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
     level = WARNING if doc.program == "llama-factory" or keeps_text(doc) else NOTE
+    for name in doc.call.arguments if doc.call else ():
+        if option := glued_number(doc, name):
+            level = OF_OTHERS.get(doc.program)
+            yield Match(name, "is refused: the number is a part of the name", f"`--{option}`", level=level)
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
@@ -591,7 +595,12 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has a very similar field: the parser raises, unless the script has this argument itself."""
     fields = trainer_argument_names()
     for name in () if schema_of(doc) is not None else doc.data:
-        if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
+        if (
+            name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED}
+            or glued_number(doc, name)
+            or len(name) > 100
+            or name[0:1] in COMMENT_PREFIXES
+        ):
             continue
         free = [each for each in _likely_keys(name, fields, cutoff=TRAINER_SIMILARITY) if not doc.has(each)]
         if free and not (doc.is_declared(name) or doc.is_read(name)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from toolkit.convert.job_script import PROGRAMS
@@ -41,7 +42,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     own = [key for key in unknown if program != "trl" and doc.call is None and doc.is_read(key)]
     for key in unknown:
         instead = schema.replacement(key)
-        if doc.call is not None and _is_beginning(key, schema):
+        if doc.call is not None and (_is_beginning(key, schema) or glued_number(doc, key)):
             continue
         if not (program == "trl" and is_command) and doc.is_declared(key):
             continue  # a script, or the project's own copy of the program
@@ -73,6 +74,13 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         is_old = program == "trl" and key in schema.renamed
         since = schema.former.get(key, schema.version if is_old else None)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+
+
+def glued_number(doc: Document, name: str) -> str | None:
+    """Return an option and its value where a command has no blank between the two: `num_train_epochs 3`."""
+    found = re.fullmatch(r"([a-z_]+)(\d\w*)", name[:100]) if doc.call is not None else None
+    is_known = found is None or name in trainer_argument_names() or doc.is_declared(name)
+    return None if found is None or is_known or found[1] not in trainer_argument_names() else " ".join(found.groups())
 
 
 def _is_beginning(key: str, schema: ProgramSchema) -> bool:
