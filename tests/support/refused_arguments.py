@@ -88,6 +88,7 @@ WORDS_OF_TRL = [
     ("packing_strategy: bfd2\npacking: true", "packing_strategy: bfd2"),  # nobody reads it
     ("loss_type: ntl", "loss_type: nll"),
     ("truncation_mode: keep_strat", "truncation_mode: keep_start"),
+    ("attn_implementation: flash", "attn_implementation: sdpa"),
     ("bnb_4bit_quant_type: nf5\nload_in_4bit: true", "bnb_4bit_quant_type: nf4\nload_in_4bit: true"),
     ("vllm_mode: colocated\nuse_vllm: true\nnum_generations: 1", "vllm_mode: colocate\nuse_vllm: true"),
     ("loss_type: drgrpo\nnum_generations: 1", "loss_type: dr_grpo\nnum_generations: 1"),

@@ -409,7 +409,7 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
         is_old = "fold" in table and not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
         effect = "it raises where it is read" if is_kept else "it raises"
-        for found in _not_a_word(place, value, words, effect):
+        for found in _not_a_word(place, value, [each for each in words if each[:1] != "*"], effect):
             yield replace(found, level=WARNING if is_kept or is_old else None, library=library)
 
 
