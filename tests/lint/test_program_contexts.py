@@ -75,6 +75,7 @@ def test_what_a_script_installs_itself_is_its_version(files: dict[str, str], tmp
     [
         {"one/requirements.txt": "trl==1.16.0\n", "two/requirements.txt": PIN},
         {"requirements.txt": f"# {PIN}\ntrl==1.16.0\n"},
+        {"requirements.txt": "trl>=1\n", "serve.sh": f"pip install {PIN}\nvllm serve a/b\n"},
     ],
 )
 def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[str, str], tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ _REQUIREMENTS = (
 )
 # Of these the lines that install something count.
 _INSTRUCTIONS = ("README*", "*[Ii]nstall*.md", "INSTALL*", "*.sh", "Makefile", "*.ipynb")
+# A script that serves a model, and trains none, installs what the server needs.
+_SERVES = re.compile(
+    r"^(?!\s*#).*\b(?:vllm serve|vllm\.entrypoints|sglang\.launch_server|lmdeploy serve)\b", re.MULTILINE
+)
+_TRAINS = re.compile(r"\b(?:torchrun|(?:accelerate|deepspeed|trl|swift|axolotl|llamafactory-cli) [\w-])|\.py\b")
 REQUIREMENT_LEVELS = 3  # of folders below a project's root: `azure/environments/`, `docker/gpu/`
 # Names of files that decide what a finding is.
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
@@ -138,7 +143,8 @@ def _around(folder: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=256)
 def _requirements(folder: Path) -> str:
-    instructions = _texts(_project_files(folder, _INSTRUCTIONS), max_bytes=MAX_REQUIREMENTS_BYTES)
+    texts = (_texts([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS))
+    instructions = "\n".join(each for each in texts if not _SERVES.search(each) or _TRAINS.search(each))
     files = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS)
     requirements = _texts(files, max_bytes=MAX_REQUIREMENTS_BYTES)
     return re.sub(r"^[ \t]*#.*$", "", requirements, flags=re.MULTILINE) + "\n" + installing(instructions)
