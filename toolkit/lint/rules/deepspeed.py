@@ -84,6 +84,7 @@ OWNED_BY_JSON = {
     },
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+FIRST_SCHEDULES = "0.1.0"  # no version of DeepSpeed had parameters that its schedules lack now
 UNSAID = ("none", "false", "auto")  # what says as much as no key
 # Those that are numbers.
 NUMBERS_OF_TRAINER = (
@@ -207,7 +208,8 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 fix = f"`{close}`" if close else f"remove it; it has {', '.join(known)}"
                 fix += " at the top level" if close == "gradient_clipping" else ""
                 message = f"`{shorten(name)}` is no parameter of {kind}: DeepSpeed raises"
-                yield Match(f"{block}.params.{name}", message, fix)
+                since = FIRST_SCHEDULES if block == "scheduler" else None
+                yield Match(f"{block}.params.{name}", message, fix, since=since)
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
