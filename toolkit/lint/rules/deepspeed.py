@@ -206,6 +206,7 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 close = nearest(name[:100], known, cutoff=0.6)
                 close = {"learning_rate": "lr", "max_grad_norm": "gradient_clipping"}.get(name, close)
                 fix = f"`{close}`" if close else f"remove it; it has {', '.join(known)}"
+                fix = "remove it: it is the optimizer's lr" if name == "warmup_max_lr" else fix
                 fix += " at the top level" if close == "gradient_clipping" else ""
                 message = f"`{shorten(name)}` is no parameter of {kind}: DeepSpeed raises"
                 since = FIRST_SCHEDULES if block == "scheduler" else None
