@@ -124,6 +124,8 @@ def test_a_launcher_that_a_variable_names_is_read_where_the_variable_is_used() -
     assert calls == [("accelerate", 3, "train.py", ["bf16"]), ("torchrun", 4, "other.py", [])]
     assert script.launches[0].options == {"num-processes": "4"}
     assert "srun" in script.launches[0].before
+    (call,) = read_script('ARGS=" \\\n  --bf16 \\\n  --seed 1"\ntorchrun x.py $ARGS\n').launches
+    assert call.arguments == {"bf16": (None, 2), "seed": ("1", 3)}  # on their own lines
 
 
 @pytest.mark.parametrize(

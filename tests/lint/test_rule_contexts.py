@@ -285,6 +285,8 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`--num_train_epochs 3`"),
         ("wrong-argument-type", {"a.sh": "torchrun x.py --seed42 --output_dir o --bf16\n", "x.py": HF}, "`--seed 42`"),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: flash-attention-3\n"}, "`flash_attention_3`"),
+        ("removed-training-argument", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --evaluation_strategy steps\n",
+                                       "requirements.txt": "transformers>=4.53"}, "`eval_strategy`"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},

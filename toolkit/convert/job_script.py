@@ -200,7 +200,10 @@ def read_calls(text: str) -> Iterator[LauncherCall]:
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
 
-    def line_at(at: int) -> int:
+    def line_at(at: int, word: str = "") -> int:
+        if word and text[at : at + 1] == "$":  # which has the word where it is set, if nothing else does
+            places = [found.start() for found in re.finditer(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)]
+            at = places[0] if len(places) == 1 else at
         return first_line + text.count("\n", 0, at)
 
     set_once: Mapping[str, str | None] | None = None
@@ -291,7 +294,7 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         if re.match(r"--\w", word):
             argument, equals, value = word[2:].partition("=")
             argument = argument.replace("-", "_")
-            arguments[argument] = value if equals else None, line_at(at)
+            arguments[argument] = value if equals else None, line_at(at, word)
             continue
         has_value = argument is not None and arguments[argument][0] is not None
         if is_open and not PAIR.match(word) and (argument is None or has_value or _MANY_WORDS.search(word)):

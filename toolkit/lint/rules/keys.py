@@ -524,13 +524,14 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
     """
     if doc.program is not None and doc.program not in OUR_PROGRAMS:
         return  # which pins another version, or has a field of that name itself
-    raises = "and raises" if doc.program else "and raises; older versions have it"
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if not doc.has(name) or name in trainer_argument_names():
             continue
         if doc.call is not None and doc.is_declared(name):
             continue  # the script has an argument of that name itself
         since = removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
+        is_sure = doc.program or not doc.may_be_older("transformers", since)
+        raises = "and raises" if is_sure else "and raises; older versions have it"
         renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False

@@ -51,7 +51,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
-        message, level = f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}", None
+        refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
+        message, level = f"{schema.named} has no `{shorten(key)}`, and {refusal}", None
         is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
