@@ -37,7 +37,7 @@ def zero(**more: object) -> str:
 
 def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
     """Lint the first of a project's files, and return the findings of a rule."""
-    (folder / ".git").mkdir(exist_ok=True)
+    (folder / ".git").mkdir(exist_ok=True, parents=True)
     for name, text in files.items():
         (folder / name).write_text(text)
     return [each for each in lint_paths([folder / next(iter(files))]).findings if each.rule == rule]
@@ -95,6 +95,10 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
     findings = found(tmp_path, "removed-training-argument", files)
     expected = [("note", "if you run transformers 4.51.0 or newer: ")]
     assert [(each.level, each.fix.partition("`")[0]) for each in findings] == expected
+    for pin in ("transformers", "transformers>=4.53"):
+        files = {"a.sh": f"{RUN} no.py --bf16 --output_dir o --evaluation_strategy a\n", "requirements.txt": pin}
+        (finding,) = found(tmp_path / pin, "removed-training-argument", files)
+        assert ("older versions have it" in finding.message) == (pin == "transformers")
 
 
 @pytest.mark.parametrize(
@@ -285,8 +289,6 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`--num_train_epochs 3`"),
         ("wrong-argument-type", {"a.sh": "torchrun x.py --seed42 --output_dir o --bf16\n", "x.py": HF}, "`--seed 42`"),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: flash-attention-3\n"}, "`flash_attention_3`"),
-        ("removed-training-argument", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --evaluation_strategy steps\n",
-                                       "requirements.txt": "transformers>=4.53"}, "`eval_strategy`"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},
