@@ -158,7 +158,7 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="torchrun, and LOCAL_RANK of the environment")
 def local_rank_with_dash(doc: Document) -> Iterator[Match]:
-    """Since torch 2.0 `torch.distributed.launch` passes `--local-rank=N`, with a dash; `deepspeed` passes
+    """Since torch 2.0 `torch.distributed.launch` passes `--local-rank=N`, with a dash, and `deepspeed`
     `--local_rank=N`. A parser that has not this one refuses it."""
     starts = {line for _, line in doc.script.find(r"-m[ \t]+torch\.distributed\.launch\b")}
     for call in doc.script.launches:
