@@ -30,7 +30,7 @@ ASSIGNED = re.compile(
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 PARSES_ALONE = re.compile(r"(?<!\w)ArgumentParser\(")
 MAY_TAKE_RANK = re.compile(
-    r"--local_rank|parse_known_args|\w+ArgumentParser|parents=|sys\.argv|add_argument\(\s*(?:f[\"']|[\w*])"
+    r"--local_rank|parse_known_args|\w+ArgumentParser|Parser\([^)]{0,300}\bparents=|sys\.argv|add_argument\(\s*(?:f[\"']|[\w*])"
 )
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
