@@ -81,6 +81,9 @@ _MANY_WORDS = re.compile(
 )
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
+MAX_LINES = 200  # of a command
+# A command's lines, and those that a comment, or a backslash that is missing, has cut off.
+_AND_LOST = re.compile(r"[^\n]*(?:(?<=\\)\n[^\n]*|\n[ \t]*(?:\#|--\w)[^\n]*)*")
 _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 
 
@@ -176,7 +179,13 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
     commands = tuple(itertools.pairwise([0, *breaks, len(text)]))
     calls = list(itertools.islice(_launches(text, commands, first_line), MAX_LAUNCHES))
     known = launcher_tables()["of_trainer"]
-    alone = tuple(call for call in calls if call.tool == PYTHON and len(call.arguments.keys() & known) > 1)
+    lines = text.split("\n")
+
+    def trains(call: LauncherCall) -> bool:
+        there = _AND_LOST.match("\n".join(lines[call.line - first_line :][:MAX_LINES])) if call.tool == PYTHON else None
+        return there is not None and len({*call.arguments, *re.findall(r"(?m)^[ \t]*--(\w+)", there[0])} & {*known}) > 1
+
+    alone = tuple(filter(trains, calls))
     return JobScript(
         text=text,
         first_line=first_line,
