@@ -409,6 +409,9 @@ def test_a_string_inside_of_a_string_stays_a_part_of_its_word(tmp_path: Path) ->
 
 
 HF = "from transformers import HfArgumentParser, TrainingArguments\nHfArgumentParser((TrainingArguments,))\n"
+WITH_LORA = (
+    "class A:\n    use_lora: bool = False\nif args.use_lora:\n    config = 1\n\n    model = get_peft_model(model)\n"
+)
 TRAINS_ALONE = "from trl import PPOConfig, PPOTrainer\nPPOTrainer(PPOConfig())\n"
 
 
@@ -863,6 +866,12 @@ def test_precision_blocks_of_deepspeed_are_strict_in_later_versions(pin: str, le
         ("no", f"{HF}trainer.save_model()\n", True),
         ("steps", HF, True),
         ("steps", f"{HF}class Mine(Trainer):\n    def save_model(self, folder): ...\n", False),
+        ("steps", f"{HF}class Mine(Trainer):\n    def _save(self, folder, state=None): ...\n", True),
+        ("steps", f"{HF}class Mine(Trainer):\n    def _save(self, folder): get_state_zero3(self)\n", False),
+        ("steps", f"{HF}{WITH_LORA}", True),  # which the command does not turn on
+        ("steps --use_lora true", f"{HF}{WITH_LORA}", False),
+        ("steps", f"{HF}{WITH_LORA.replace('False', 'True')}", False),
+        ("steps", f"{HF}{WITH_LORA}model = get_peft_model(model)\n", False),
     ],
 )
 def test_weights_are_missed_only_where_a_trainer_saves_them(

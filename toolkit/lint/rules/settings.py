@@ -132,6 +132,11 @@ def listed_dimensions(doc: Document, block: str) -> list[str]:
 
 # -- Trainer arguments
 
+# A trainer's own saving: `save_model` calls `_save` without weights where stage 3 gathers none.
+OWN_SAVE = re.compile(
+    r"def save(?:_model)?\(self|def _save\(self(?:(?!\n[ \t]*def ).)*?(?:zero_?3|[Gg]ather)", re.DOTALL
+)
+SWITCH = re.compile(r"^[ \t]*if [\w.]*?(\w*(?:lora|peft)\w*):$", re.MULTILINE)
 # Code that makes a number of each value that is text, or of how PyYAML reads one.
 CONVERTS_TEXT = r"isinstance\(\s*(\w+)\s*,\s*str\s*\)[^#]{0,300}?float\(\s*\1\s*\)|add_implicit_resolver\("
 
@@ -229,13 +234,22 @@ def saves(doc: Document) -> bool:
     trainer of the project saves in a way of its own."""
     reader = doc.named_by or doc
     is_off = str(reader.get("save_strategy")) in ("no", "False")
-    is_own = occurs(re.compile(r"def _?save(?:_model)?\(self"), reader.reader_source)
+    is_own = occurs(OWN_SAVE, reader.reader_source)
     return not (is_own or (is_off and not re.search(r"save_(?:model|pretrained)", reader.source)))
 
 
 def trains_adapters(doc: Document) -> bool:
-    """Return True where code trains adapters, which the Trainer gathers in any case (`_is_peft_model`, trainer.py)."""
-    return occurs(re.compile(r"\bpeft_config[ ]*=|get_peft_model\("), (doc.named_by or doc).reader_source)
+    """Return True where code trains adapters, which the Trainer gathers in any case (`_is_peft_model`, trainer.py); not
+    for a command without the switch that the code asks for."""
+    reader, source = doc.named_by or doc, (doc.named_by or doc).reader_source
+    for switch in set(SWITCH.findall(source)) if reader.call and reader.call.is_complete else ():
+        if as_bool(reader.get(switch, False)) is False and re.search(
+            rf"\b{switch}: bool = (?:False|field\(default=False)", source
+        ):
+            source = re.sub(
+                rf"^([ \t]*)if [\w.]*\b{switch}:\n(?:\1[ \t]+.*\n|[ \t]*\n)*", "", source, flags=re.MULTILINE
+            )
+    return occurs(re.compile(r"\bpeft_config[ ]*=|get_peft_model\("), source)
 
 
 def passes(doc: Document, name: str) -> bool:
