@@ -1471,6 +1471,8 @@ def test_a_setting_that_axolotl_dropped_and_that_is_off_changes_nothing(tmp_path
         ("/data/Qwen2.5-1.5B", "LlamaDecoderLayer", True),
         ("Qwen/Qwen3-8B", "Qwen3DecoderLayer", False),
         ("me/fine-tune", "LlamaDecoderLayer", False),
+        ("me/fine-tune", "LlamaDecoderLayer,LlamaBlock", True),  # of no model
+        ("me/fine-tune", "MyBlock", False),
     ],
 )
 def test_a_layer_class_is_that_of_the_model_that_the_command_names(

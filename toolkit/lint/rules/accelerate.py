@@ -244,16 +244,23 @@ def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
     in_block, model = fsdp_setting(doc, name), names.get("model_name_or_path", names.get("base_model"))
     key = f"fsdp_{name}" if in_block is None else fsdp_key(doc, name)
     classes = doc.get(key) if in_block is None else in_block
-    if not (isinstance(classes, str) and isinstance(model, str)) or "$" in classes + model:
+    if not isinstance(classes, str) or is_template(classes) or (doc.kind == ACCELERATE and engine_of(doc) != "FSDP"):
         return
     from toolkit.models.decoders import LLAMA_FAMILY, OTHER_DECODERS
     from toolkit.models.read_model import known_models, made_from, same_shape
 
-    known = model if model in known_models() else same_shape(model) or made_from(Path(model).name)
-    types = {each.replace("_", "") for each in (*LLAMA_FAMILY, *OTHER_DECODERS)}
+    known = None
+    if isinstance(model, str) and not is_template(model):
+        known = model if model in known_models() else same_shape(model) or made_from(Path(model).name)
+    family = {each.replace("_", "") for each in LLAMA_FAMILY}  # whose layers are all named alike
+    types = {*family, *(each.replace("_", "") for each in OTHER_DECODERS)}
     its = "" if known is None else str(read_configuration(known_models()[known]).get("model_type")).replace("_", "")
     for each in classes.split(","):
-        of = re.sub("(?:Decoder)?(?:Layer|Block)$", "", each.strip()).lower()
-        if its in types and of in types and not (its.startswith(of) or of.startswith(its)):
+        name = re.sub("(?:Decoder)?(?:Layer|Block)$", "", each.strip())
+        if (of := name.lower()) in family and not each.strip().endswith("DecoderLayer"):
+            fix = f"`{name}DecoderLayer`, or remove it: accelerate takes the model's own classes"
+            if f"class {each.strip()}(" not in doc.reader_source:
+                yield Match(key, f"no model of transformers has a {each.strip()}: accelerate raises", fix)
+        elif its in types and of in types and not (its.startswith(of) or of.startswith(its)):
             message = f"{model.rpartition('/')[2]} has no {each.strip()}: accelerate raises"
             yield Match(key, message, "remove it: accelerate takes the model's own classes")
