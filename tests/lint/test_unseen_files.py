@@ -883,6 +883,16 @@ def test_weights_are_missed_only_where_a_trainer_saves_them(
     assert ("stage-3-without-gather" in {each.rule for each in lint(tmp_path, a__sh=command)}) == is_said
 
 
+@pytest.mark.parametrize("last", [4, 2])
+def test_a_json_is_judged_with_each_command_that_names_it(last: int, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {}, "train_micro_batch_size_per_gpu": 4}')
+    for name, size in {"a.sh": 6 - last, "b.sh": last}.items():
+        command = f"deepspeed run_clm.py --deepspeed ds.json --bf16 --do_train --per_device_train_batch_size {size}\n"
+        (tmp_path / name).write_text(command)
+    found = [each for each in lint_paths([tmp_path]).findings if each.rule == "not-auto"]
+    assert [each.level for each in found] == ["warning"]  # of the command that has 2
+
+
 @pytest.mark.parametrize(
     ("line", "tools"),
     [

@@ -33,7 +33,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import LEVELS, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop, installs
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
@@ -71,7 +71,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
     """
     if forgets:
         forget_projects()
-    documents: dict[tuple[Path, str | None, str, int], Document] = {}
+    documents: dict[tuple[Path, str | None, str, int, str], Document] = {}
     unreadable: list[ToolkitError] = []
     skipped: list[str] = []
     for path in paths:
@@ -103,15 +103,23 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                 continue
             for each in document.linted if document.kind is not None else ():
                 starts = each.command.path if each.command else ""
-                key = Path(each.path).resolve(), each.kind, starts, each.start.line if each.start else 0
-                if key not in documents or each.named_by is not None:  # which says who reads it
-                    documents[key] = each
+                reader = each.named_by  # of several, each has words of its own
+                at = f"{reader.path}:{reader.start.line if reader.start else ''}" if reader else ""
+                key = Path(each.path).resolve(), each.kind, starts, each.start.line if each.start else 0, at
+                documents[key] = each
     started = {key[:2] for key, each in documents.items() if each.command is not None}
-    for key in [key for key, each in documents.items() if key[:2] in started and each.start is None]:
-        del documents[key]  # what a command reads it with says more
+    named = {key[:2] for key, each in documents.items() if each.named_by is not None}
+    for key, each in [*documents.items()]:  # what a command or a file reads it with says more
+        if (key[:2] in started and each.start is None) or (key[:2] in named and each.named_by is None):
+            del documents[key]
     if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
+    levels: dict[tuple[str, int | None, str, str], int] = {}  # of each place the highest: others read it with less
+    for each in found:
+        level = LEVELS.index(each.level)
+        levels[each.place] = min(level, levels.get(each.place, level))
+    found = [each for each in found if LEVELS.index(each.level) == levels[each.place]]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
     findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
     not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]

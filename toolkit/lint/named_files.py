@@ -90,7 +90,8 @@ def find_named(named: str, path: str) -> Path | None:
     folder = Path(path).parent
     around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
     candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
-    return next(filter(is_file, candidates), None)
+    file = next(filter(is_file, candidates), None)
+    return None if file is None else Path(os.path.normpath(file))  # one name for a file that several name
 
 
 # -- Python files
