@@ -94,8 +94,8 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                 if is_another and not must_be_one:
                     continue
                 text = file.read_bytes().decode(errors="replace") if is_file(file) else ""
-                starts = isinstance(error, MergeConflict) and any(each.tool != PYTHON for each in read_calls(text))
-                if must_be_one or not text or starts or OURS.search(text):
+                launches = isinstance(error, MergeConflict) and any(each.tool != PYTHON for each in read_calls(text))
+                if must_be_one or not text or launches or OURS.search(text):
                     unreadable.append(error)
                 else:
                     whose = ", as another program's" if file.suffix in (".yaml", ".yml") else ""
@@ -109,17 +109,19 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
                 documents[key] = each
     started = {key[:2] for key, each in documents.items() if each.command is not None}
     named = {key[:2] for key, each in documents.items() if each.named_by is not None}
-    for key, each in [*documents.items()]:  # what a command or a file reads it with says more
-        if (key[:2] in started and each.start is None) or (key[:2] in named and each.named_by is None):
-            del documents[key]
+    documents = {  # what a command or a file reads it with says more
+        key: each
+        for key, each in documents.items()
+        if not (key[:2] in started and each.start is None) and not (key[:2] in named and each.named_by is None)
+    }
     if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
     levels: dict[tuple[str, int | None, str, str], int] = {}  # of each place the highest: others read it with less
-    for each in found:
-        level = LEVELS.index(each.level)
-        levels[each.place] = min(level, levels.get(each.place, level))
-    found = [each for each in found if LEVELS.index(each.level) == levels[each.place]]
+    for finding in found:
+        level = LEVELS.index(finding.level)
+        levels[finding.place] = min(level, levels.get(finding.place, level))
+    found = [finding for finding in found if LEVELS.index(finding.level) == levels[finding.place]]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
     findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
     not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]

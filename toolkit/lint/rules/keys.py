@@ -248,8 +248,8 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     level = WARNING if doc.program == "llama-factory" or keeps_text(doc) else NOTE
     for name in doc.call.arguments if doc.call else ():
         if option := glued_number(doc, name):
-            level = OF_OTHERS.get(doc.program)
-            yield Match(name, "is refused: the number is a part of the name", f"`--{option}`", level=level)
+            message = "is refused: the number is a part of the name"
+            yield Match(name, message, f"`--{option}`", level=OF_OTHERS.get(doc.program))
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
