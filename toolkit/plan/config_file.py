@@ -55,7 +55,7 @@ MORE_THAN_ADAPTERS = (
 )
 # What to type after an option, where it is no number.
 EXAMPLES = {
-    **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
+    **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
     **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
@@ -362,7 +362,9 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
-        if option == "load_in_4bit" and program == "llama-factory" and not values.get("quantization_bit"):
+        if option == "load_in_4bit" and each.reason.startswith("nothing is quantized"):
+            yield f"{each.key} ({each.reason})", None, ""
+        elif option == "load_in_4bit" and program == "llama-factory" and not values.get("quantization_bit"):
             yield f"{each.key} (without quantization_bit nothing is quantized)", None, ""  # model_utils/quantization.py
         elif option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
