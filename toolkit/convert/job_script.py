@@ -271,15 +271,18 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         word, _, is_open = words[index]
         name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
         name = launcher_tables()["short"].get(tool, {}).get(name, name)
+        own = (
+            f"{name}-" if tool == "deepspeed" and "-" in word.lstrip("-").partition("=")[0] else name
+        )  # which it lacks
         if not word.startswith("-"):
             if not (is_open and _MANY_WORDS.search(word)):
                 break
             complete = False
         elif equals or name in flags or index + 1 == len(words) or words[index + 1][0].startswith("--"):
-            options[name] = word.partition("=")[2] if equals else None
+            options[own] = word.partition("=")[2] if equals else None
         else:
             index += 1
-            options[name] = words[index][0]
+            options[own] = words[index][0]
         index += 1
     script, index = (words[index][0], index + 1) if index < len(words) else (None, index)
     arguments: dict[str, tuple[Any, int]] = {}
