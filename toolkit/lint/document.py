@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -632,7 +632,7 @@ FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys of what a run, or a model, has left: nobody reads these files as arguments.
 RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
 MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
-PROGRAM_NAMES: Mapping[str, Sequence[str]] = lint_tables()["program_names"]
+PROGRAM_NAMES: dict[str, Sequence[str]] = lint_tables()["program_names"]
 AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # a file with `data_path` instead is a script's
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.

@@ -84,18 +84,16 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 
 def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     """Return the text of each script of a name that a project has, and that of the modules that it imports."""
-    name = re.sub(r"^\$\{?\w+\}?/", "", script)
-    folder = Path(path).absolute().parent
+    name, folder = re.sub(r"^\$\{?\w+\}?/", "", script), Path(path).absolute().parent
     named = find_named(name, path) if name.endswith(".py") else None
-    others = [each for each in project_files(folder) if each.name == Path(name).name]
-    files = list(dict.fromkeys(each.resolve() for each in [*([named] if named else []), *others]))
-    return [(text, imported_source(text, folder) + _beside(text, each)) for each in files for text in [_texts([each])]]
-
-
-def _beside(source: str, file: Path) -> str:
-    """Return the text of the modules beside a script that it imports."""
-    names = {each.rpartition(".")[2] for each in re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", source, re.MULTILINE)}
-    return "\n" + _texts([each for each in sorted(file.parent.glob("*.py")) if each.stem in names])
+    files = [*filter(None, [named]), *(each for each in project_files(folder) if each.name == Path(name).name)]
+    found = []
+    for file in dict.fromkeys(each.resolve() for each in files):
+        text = _texts([file])
+        stems = re.findall(r"^\s*(?:from|import)\s+[\w.]*?(\w+)\b(?![.\w])", text, re.MULTILINE)
+        beside = [each for each in sorted(file.parent.glob("*.py")) if each.stem in stems]
+        found.append((text, f"{imported_source(text, folder)}\n{_texts(beside)}"))
+    return found
 
 
 def project_files(folder: Path) -> tuple[Path, ...]:

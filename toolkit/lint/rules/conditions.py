@@ -21,8 +21,10 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-OF_SETTINGS = ("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed")
-OF_SETTINGS += ("is_preset", "saves", "trains_adapters", "changes_to_full", "is_trl", "is_grpo", "has_sharegpt")
+OF_SETTINGS = (
+    *("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed", "is_preset"),
+    *("saves", "trains_adapters", "changes_to_full", "is_trl", "is_grpo", "has_sharegpt"),
+)
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     **{name: getattr(settings, name) for name in OF_SETTINGS},
     **{f"{name}_size": functools.partial(settings.parallel_degree, name=name) for name in ("tp", "cp", "sp")},

@@ -305,13 +305,20 @@ def count_of_slurm(doc: Document) -> Iterator[Match]:
 def folder_made_too_late(doc: Document) -> Iterator[Match]:
     """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once, without
     a word."""
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
     for name, (value, line) in doc.script.directives.items():
-        folder = value.rpartition("/")[0] if DIRECTIVE_NAMES.get(name, name) in ("output", "error", "e") else ""
+        folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
         made = folder and doc.script.mentions(rf"\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)")
-        around = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
-        if made and "%" not in folder and not any((each / folder).is_dir() for each in around):
+        if made and "%" not in folder and not any((each / folder).is_dir() for each in places):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
-            yield Match(f"--{name}", message, f"`mkdir -p {folder}` before sbatch", line=line)
+            level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
+            yield Match(
+                "-e" if name == "e" else f"--{name}",
+                message,
+                f"`mkdir -p {folder}` before sbatch",
+                line=line,
+                level=level,
+            )
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")

@@ -177,7 +177,8 @@ def is_grpo(doc: Document) -> bool:
 def is_ranked(doc: Document) -> bool | None:
     """Return whether LLaMA-Factory's list of datasets says `ranking` for those of a file; None without the list."""
     names, listed = _datasets(doc)
-    found = {bool(listed[name].get("ranking")) for name in names if isinstance((listed or {}).get(name), dict)}
+    entries = [(listed or {}).get(name) for name in names]
+    found = {bool(entry.get("ranking")) for entry in entries if isinstance(entry, dict)}
     return found.pop() if len(found) == 1 else None
 
 
