@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     **{f"{name}_size": functools.partial(settings.parallel_degree, name=name) for name in ("tp", "cp", "sp")},
     **{f"offload_{part}": functools.partial(settings.offload_device, part=part) for part in ("optimizer", "param")},
     **{f"{part}_path": functools.partial(settings.nvme_path, part=part) for part in ("optimizer", "param")},
+    "last_machine": lambda doc: (as_int(doc.get("num_machines")) or 1) - 1,
     "fsdp_version": lambda doc: (
         doc.get("fsdp_version", settings.fsdp_setting(doc, "version", 1))
         if doc.kind == AXOLOTL
@@ -124,6 +126,8 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
     if word == "rest":
         whole, divisor = as_int(value), _product(doc, *other.split())
         return bool(whole and divisor and whole % divisor)
+    if word == "exponent":
+        return isinstance(value, float) or re.fullmatch(r"[\d.]+[eE]\+?\d+", str(value)) is not None
     if other:
         actual, limit = as_float(value), as_float(other)
         if limit is None:  # the name of another value

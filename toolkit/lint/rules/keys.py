@@ -252,7 +252,12 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
         if value is None or is_template(value) or is_unsloths:
             continue
-        if _lacks_value(doc, name, field.type):
+        words = doc.call.arguments.get(name, ("", 0))[0] if doc.call is not None else None
+        words = " ".join(words) if isinstance(words, list) else words
+        if isinstance(words, str) and words.startswith("{") and "dict" in field.type and '"' not in words:
+            message = f"{shorten(words)}: the shell takes the quotes away, and splits it at blanks"
+            yield Match(name, message, "the JSON in single quotes")
+        elif _lacks_value(doc, name, field.type):
             yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
         elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"

@@ -263,6 +263,7 @@ PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
 TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
 SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
+GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
 COUNTS = ("nproc-per-node", "num-processes", "num-gpus")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
@@ -283,6 +284,40 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
             message = f"${found[1]} is expanded on the first node: every node gets 0"
             fix = f"`srun bash -c '... ${found[1]} ...'` in single quotes, or torchrun with --rdzv-backend c10d"
             yield Match(f"${found[1]}", message, fix, line=script.line_at(found.start()))
+
+
+@rule(WARNING, SBATCH, library="slurm", fix="the directive above the first command")
+def directive_behind_command(doc: Document) -> Iterator[Match]:
+    """sbatch reads directives up to the first command: it does not see one below, and does not say so."""
+    script, first = doc.script, 0
+    for start, end in script.commands:
+        text = script.text[start:end].strip()
+        if text and text[0] != "#":
+            first = first or script.line_at(start + len(script.text[start:end]) - len(script.text[start:end].lstrip()))
+        elif first and (found := re.match(r"#SBATCH\s+(--[\w-]+|-[A-Za-z])", text)):
+            at = script.text.index("#", start)
+            message = f"sbatch does not read it: a command stands above, in line {first}"
+            yield Match(found[1], message, "above the first command", line=script.line_at(at))
+
+
+@rule(WARNING, SBATCH, library="slurm", fix="as many of both")
+def more_processes_than_granted(doc: Document) -> Iterator[Match]:
+    """A rank takes the GPU of its number: where a node's share of the job has fewer, CUDA raises ("invalid device
+    ordinal").
+    """
+    directives = doc.script.directives
+    names = ("gpus-per-node", "gres", *(["gpus", "G"] if (doc.script.nodes or 1) == 1 else []))
+    granted = [found for name in names if (found := GRANTED.fullmatch(directives.get(name, ("", 0))[0]))]
+    for call in doc.script.launches if granted and "array" not in directives else ():
+        option = {"torchrun": "nproc-per-node", "deepspeed": "num-gpus"}.get(call.tool, "")
+        processes, count = as_int(call.options.get(option)), int(granted[0][1])
+        if processes and processes > count:
+            yield Match(
+                f"--{option}",
+                f"{processes} processes on a node, and the job has {count} of its GPUs",
+                "as many of both",
+                line=call.line,
+            )
 
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_GPUS_ON_NODE, which is a number")

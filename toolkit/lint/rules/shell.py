@@ -20,6 +20,7 @@ from toolkit.lint.script_options import is_refused
 ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
+BLANK_ASSIGNED = re.compile(r"\s*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]+=(?:[ \t]+\S|[\w\"'$/])")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
@@ -74,6 +75,18 @@ def lost_line(doc: Document) -> Iterator[Match]:
     if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
         fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
         yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="no blanks around =")
+def blank_in_assignment(doc: Document) -> Iterator[Match]:
+    """With blanks around `=` bash takes the variable's name for a command, or exports it as it is."""
+    script = doc.script
+    arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    for start, end in script.commands if script.calls else ():
+        found = BLANK_ASSIGNED.match(script.text, start, end)
+        if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+            message = "blanks stand around `=`: bash assigns nothing"
+            yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
