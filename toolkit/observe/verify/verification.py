@@ -63,6 +63,7 @@ UNFROZEN_HINT = (
     "parameters were unfrozen after the engine was made: it does not reduce their gradients, which clipping counts on"
     " each rank; unfreeze them before `train()`"
 )
+SAME_ROWS = "warning: all ranks train on the same rows: let accelerate prepare the loader, or use `DistributedSampler`"
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -151,8 +152,13 @@ class Verification:
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def end_step(self, number: int) -> None:
-        """Read everything else after the first step, and verify it. Collective there."""
+        """Read everything else after the first step, and verify it. Collective there, and in the first that updates."""
         if number != self.first_step:
+            # a warm-up from 0 leaves the weights equal, whatever the ranks' gradients are
+            first_rates = self.reading.learning_rates if self.reading and not self.replica_checks else None
+            if first_rates and not any(first_rates) and any(self.replicas.rates):
+                self.check_replicas(number)
+                self.timer.restart_clock()
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
@@ -230,6 +236,8 @@ class Verification:
             lines += [f"note: the script's own, beside its preset: {first}" for first in first_by_name.values()]
             why = f": {self.replicas.hint}" if self.replicas.hint and found == replica_differences(ranks) else ""
             lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
+            rows = {rank.first_rows_sha256 for rank in ranks if self.timer.first_batches and not rank.layout}
+            lines += [SAME_ROWS] * (self.parts.expected.of_script and len(rows) == 1 < len(ranks))
             not_as_asked = [kernel for kernel in attestation["kernels"] if kernel["verdict"] == DIFFERS]
             lines += table_lines(not_as_asked, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
