@@ -34,11 +34,13 @@ from toolkit.observe.verify.clipping import (
     was_clipped,
 )
 from toolkit.observe.verify.differences import (
+    IN_OPTIMIZER,
     Difference,
     byte_differences,
     differences,
     kernel_differences,
     layout_differences,
+    optimizer_differences,
     pipeline_differences,
     rank_differences,
     replica_differences,
@@ -251,8 +253,9 @@ class Verification:
 
     def differences(self, expected: Values, ranks: list[RankReading], norms: list[Values]) -> list[Difference]:
         """Return where the readings of all ranks, or their gradient norms, are not as expected."""
-        layout = self.parts.expected.layout
-        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        layout, of_script = self.parts.expected.layout, self.parts.expected.of_script
+        found = optimizer_differences(ranks) if of_script else []
+        found += differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout) + replica_differences(ranks)
         found += kernel_differences(ranks) if self.strict else []
         threshold = self.trainer.args.max_grad_norm or 0.0
@@ -275,7 +278,7 @@ class Verification:
             frozen = self.reading.frozen_dtype if self.reading else None
             return bool(difference.expected == "float32" and difference.found == frozen)
         checkpoints = name == "activation_checkpointing" and difference.expected is False
-        return checkpoints or name == CHANGED_AFTER_CLIPPING
+        return checkpoints or name == CHANGED_AFTER_CLIPPING or (name == IN_OPTIMIZER and difference.found > 0)
 
     def byte_differences(self, ranks: list[RankReading]) -> list[Difference]:
         return byte_differences(ranks)
@@ -340,7 +343,8 @@ def attestation_json(
 
 def verified_line(preset: PresetSpec | None, reading: RankReading) -> str:
     """Return the log line of a verified run, or of what is in effect where no preset is required."""
-    trained = f"{reading.num_trainable_params:,} of {reading.num_params:,} parameters trained"
+    held = reading.num_trainable_params if reading.num_optimizer_params is None else reading.num_optimizer_params
+    trained = f"{held:,} of {reading.num_params:,} parameters trained"
     dtypes = f"{reading.compute_dtype} compute, {reading.master_dtype} master weights"
     dtypes += "" if reading.frozen_dtype is None else f", {reading.frozen_dtype} frozen weights"
     engine, ranks = f"{reading.engine}, {reading.sharding}", reading.world_size
