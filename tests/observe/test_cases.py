@@ -95,15 +95,7 @@ NIGHTLY = [
         says=note("compute_dtype on rank 0 is float32, expected float16"),  # not on a CPU
     ),
     Case("lion_bf16", says=note("optimizer_dtype")),
-    Case(
-        "rank1_exits",
-        script="rank1_raises",
-        words=("exits",),
-        says=("error: the script called sys.exit(3)",),
-        status="failed",
-        code=1,
-        trainings=0,
-    ),
+    Case("rank1_exits", ("error: the script called sys.exit(3)",), "failed", 1, 0, {}, ("exits",), "rank1_raises"),
     Case("rank1_raises", says=("rank1_raises.py", "KeyError: 'only rank 1'"), status="failed", code=1),
 ]
 
