@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from toolkit.engines.engine import EngineSettings
 from toolkit.models.activations import Activations
+from toolkit.models.attention import needs_no_mask
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.vision_tower import saved_per_token
@@ -17,6 +18,8 @@ from toolkit.plan.logits import LOSSES, LossSizes, loss_that_computes
 from toolkit.plan.methods import SFT, adapter_input_bytes
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import TOOLKIT
+
+LONGEST_COUNTED = 3072  # tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +65,18 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     activations = _activations(shape, engine, job, weights)
     # Parts of a row are padded on the right, and causal attention needs no mask for that.
     # Packed rows with a mask too make SDPA repeat keys and values per head.
-    varlen = job.packs_without_mask(shape)
+    of_kernel = shape.attention == "eager" and needs_no_mask(job.attn_implementation)  # which saves no scores
+    varlen = of_kernel or job.packs_without_mask(shape)
     padded = engine.ranks_per_sequence == 1 and (job.is_padded or (job.packing and not varlen))
     saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
     residual = tokens * activations.residual_bytes * hidden
     width = shape.intermediate_size * (shape.experts_per_token or 1)  # of the MLP
-    layer_backward = tokens * max(0, saved.backward.token_bytes(length))
-    if job.numerics.tiled_mlp:
+    # Scores grow with the square, unlike a mask of 2 bytes; else the parabola of a backward goes on as its tangent.
+    has_scores = saved.largest_layer.per_position > 2
+    known = length if has_scores else min(length, LONGEST_COUNTED)
+    position = 2 * known - known**2 // length
+    layer_backward = tokens * max(0, saved.backward.token_bytes(position))
+    if job.numerics.tiled_mlp and not has_scores:
         layer_backward = min(layer_backward, 2 * residual)
     # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights. Their
     # gradients are fp32 too: of the last projection's input, and of its output.
