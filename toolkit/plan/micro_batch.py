@@ -62,7 +62,19 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     length, hidden = job.tokens_per_row, shape.hidden_size
     # fp32 compute saves at most twice the bytes.
     tokens = -(-job.tokens_per_forward // engine.ranks_per_sequence) * (2 if engine.element_bytes == 4 else 1)
-    activations = _activations(shape, engine, job, weights)
+    activations = Activations(
+        shape=shape,
+        autocast=engine.autocasts,
+        lora_r=job.lora_r,
+        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
+        fp32_linears=job.numerics.load_in_8bit and job.numerics.kbit_training and engine.autocasts,
+        lora_dropout=job.numerics.lora_dropout > 0,
+        dora_targets=job.lora_target_modules if job.numerics.dora else (),
+        oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
+        oft_block_size=job.numerics.oft_block_size,
+        liger=job.use_liger_kernel,
+        layout=engine.layout,
+    )
     # Parts of a row are padded on the right, and causal attention needs no mask for that.
     # Packed rows with a mask too make SDPA repeat keys and values per head.
     of_kernel = shape.attention == "eager" and needs_no_mask(job.attn_implementation)  # which saves no scores
@@ -115,22 +127,6 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
         one_forward=tokens * forward_token_bytes,
         forward_token_bytes=forward_token_bytes,
         residual_bytes=activations.residual_bytes,
-    )
-
-
-def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weights: JobWeights) -> Activations:
-    return Activations(
-        shape=shape,
-        autocast=engine.autocasts,
-        lora_r=job.lora_r,
-        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
-        fp32_linears=job.numerics.load_in_8bit and job.numerics.kbit_training and engine.autocasts,
-        lora_dropout=job.numerics.lora_dropout > 0,
-        dora_targets=job.lora_target_modules if job.numerics.dora else (),
-        oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
-        oft_block_size=job.numerics.oft_block_size,
-        liger=job.use_liger_kernel,
-        layout=engine.layout,
     )
 
 
