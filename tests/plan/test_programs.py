@@ -208,9 +208,20 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
 
 def test_a_job_of_a_group_that_no_share_is_known_for_has_no_verdict_and_names_no_offload(capsys: Any) -> None:
     words = ["plan", "Qwen2.5-3B", "--program", "trl", "--gpu", "a100-80gb", "--num-processes", "4"]
-    first = run_command([*words, "--method", "dpo"], capsys)[1].splitlines()[0]
+    first, *lines = run_command([*words, "--method", "dpo"], capsys)[1].splitlines()
     assert first.startswith("no verdict on 4 x a100-80gb with `zero3`: ")
     assert "toolkit rehearse --preset zero3 " in first
+    assert next(line for line in lines if line.startswith("zero3 ")).split()[1:3] == ["no", "verdict"]
+    assert any(line.startswith("no verdict: ") and "`toolkit rehearse` measures it" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("job", "noted"), [("", [True, False]), ("--lora-r 8", [False, False]), ("--method reward", [True, True])]
+)
+def test_a_program_says_what_is_not_planned_of_such_a_job_alone(capsys: Any, job: str, noted: list[bool]) -> None:
+    words = "plan Qwen3-8B --program llama-factory --gpu a100-80gb --num-processes 4 --preset zero3"
+    out = run_command([*words.split(), *job.split()], capsys)[1]
+    assert [words in out for words in ("`use_badam`", "its reward models")] == noted
 
 
 def test_a_model_of_images_is_judged_as_one_of_text_where_its_rows_have_none(capsys: Any) -> None:
