@@ -134,7 +134,7 @@ def find_gpu(name: str) -> Gpu:
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
         f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
-        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
+        hint=f"{guess}For other GPUs, `toolkit plan` takes --gpu-memory-gib and --gpu-tflops",
     )
 
 
