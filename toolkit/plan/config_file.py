@@ -56,7 +56,8 @@ MORE_THAN_ADAPTERS = (
 # What to type after an option, where it is no number.
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
-    **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+    **{"load_in_8bit": "", "optim": " adamw_torch_fused", "preset": " zero3"},
+    **{"activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
