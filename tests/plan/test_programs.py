@@ -261,8 +261,12 @@ def test_settings_that_are_named_together_fit_when_they_are_typed_though_several
     assert run_command([*words, *" ".join(named).split()], capsys)[1].startswith("fits on")
 
 
+OFFLOADED = "--lora-r 16 --preset zero3_cpu_offload"
+
+
 @pytest.mark.parametrize(
-    "job", ["trl --method grpo --preset zero3", "trl --preset fsdp2", "axolotl --lora-r 16 --preset zero3_cpu_offload"]
+    "job",
+    ["trl --method grpo --preset zero3", "trl --preset fsdp2", f"axolotl {OFFLOADED}", f"trainer {OFFLOADED}"],
 )
 def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line_takes(
     job: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -271,7 +275,10 @@ def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line
     said = run_command([*words, "--per-device-train-batch-size", "1"], capsys)[1].splitlines()[0]
     assert "margin: not known" in said
     command = re.findall("`(toolkit rehearse .*?)`", said)[0].split()[1:]
-    (tmp_path / "SCRIPT").write_text("")
+    for file in (tmp_path / "SCRIPT", tmp_path / "axolotl" / "cli" / "train.py"):  # as in an environment that has it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     started: list[Any] = []
 
@@ -283,7 +290,7 @@ def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line
     monkeypatch.setattr("toolkit.doctor.ops.compile_for_run", lambda *_, **__: None)
     assert "enough" in run_command([*command, "--cpu"], capsys)[2]
     assert started[0].preset.name in job.split()
-    assert (started[0].is_module, started[0].rehearsed.fake_tensors) == ("trl" in job, "fsdp2" in job)
+    assert (started[0].is_module, started[0].rehearsed.fake_tensors) == ("trainer" not in job, "fsdp2" in job)
 
 
 def test_4_bit_weights_in_uint8_are_whole_on_each_gpu_under_fsdp2() -> None:

@@ -397,7 +397,7 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
         if value not in (None, False) and name not in with_options and _is_listed(name):
-            yield name, None, ""
+            yield from ((key, None, "") for key in [key for key, ours in converted.items() if ours == name] or [name])
     precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]

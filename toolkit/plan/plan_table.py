@@ -320,7 +320,8 @@ def _part_lines(plan: Plan) -> Iterator[str]:
     )
     yield f"host memory per node: {gib(host.peak_bytes)}{host.disk_text}; {host_assumption(plan.request)}"
     largest, fewest = plan.largest_micro_batch or "none", plan.smallest_world_size or "none"
-    yield f"largest per-GPU batch: {largest}; fewest GPUs, with the smallest batch if none is given: {fewest}"
+    if not is_open(plan):
+        yield f"largest per-GPU batch: {largest}; fewest GPUs, with the smallest batch if none is given: {fewest}"
     if plan.setup.layout is not None:
         yield f"{plan.setup.layout}; each GPU sends per step, without overlap:"
         for traffic in plan.traffic:
