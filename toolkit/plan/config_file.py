@@ -56,7 +56,8 @@ MORE_THAN_ADAPTERS = (
 # What to type after an option, where it is no number.
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
-    **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+    **{"load_in_8bit": "", "optim": " adamw_torch_fused", "preset": " zero3"},
+    **{"activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -396,7 +397,7 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
         if value not in (None, False) and name not in with_options and _is_listed(name):
-            yield name, None, ""
+            yield from ((key, None, "") for key in [key for key, ours in converted.items() if ours == name] or [name])
     precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]
