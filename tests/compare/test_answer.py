@@ -8,7 +8,7 @@ from results_documents import GIB, Document, answer_text, console_lines, html_te
 
 Relative = tuple[float, float, tuple[float, float] | None]
 """Memory, ratio and its interval."""
-UNDECIDED = "Not decided yet: the speeds of {} differ by less than their intervals: run `--repeats 5`"
+UNDECIDED = "Not decided yet: the speeds of {} differ by less than their intervals: run `--resume --repeats 5`"
 BASELINE = (1.0, 1.0, None)
 
 
@@ -68,7 +68,7 @@ def test_the_preset_with_least_memory_is_taken_of_those_that_none_beats(
 def test_single_runs_on_gpus_decide_nothing_and_show_what_memory_is_saved(made_up: Document) -> None:
     results = on_gpus(made_up, repeats=1, ddp=BASELINE, zero2=(0.75, 2.0, None))
     assert answer_text(results).splitlines() == [
-        "Not decided yet: single runs have no intervals: run `--repeats 3`",
+        "Not decided yet: single runs have no intervals: run `--resume --repeats 3`",
         "- zero2 uses 25 % less memory than ddp",
     ]
 

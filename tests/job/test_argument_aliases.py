@@ -23,12 +23,18 @@ ACCEPTED += [("micro_batch_size", "4", "per_device_train_batch_size", "4")]
 ACCEPTED += [("flash_attention", "true", "attn_implementation", "flash_attention_2")]
 # Name and value of the other tool, what the hint says to type.
 REFUSED = [("cutoff_len", "512", "`--max_seq_length`"), ("sequence_len", "512", "`--max_seq_length`")]
+REFUSED += [("lr", "1e-4", "`--learning_rate`"), ("train_batch_size", "2", "`--per_device_train_batch_size`")]
 REFUSED += [("use_peft", "true", "`--lora_r 16`"), ("dtype", "bfloat16", "`--bf16 false`")]
 REFUSED += [("config", "job.yaml", "`-- config.yaml --max_steps 8`")]
 REFUSED += [("num_processes", "2", "`toolkit train --num-processes 2 -- ...`")]
 REFUSED += [("assistant_only_loss", "false", "`--loss_on`"), ("flash_attention", "false", "`--attn_implementation`")]
 # What another name was once mistaken for.
-MISLEADING = {"use_peft": "use_cpu", "lora_rank": "local_rank", "config": "lora_config"}
+MISLEADING = {
+    "use_peft": "use_cpu",
+    "train_batch_size": "auto_find",
+    "lora_rank": "local_rank",
+    "config": "lora_config",
+}
 
 WAYS = pytest.mark.parametrize("way", ["flag", "dashed flag", "assignment", "YAML key"])
 

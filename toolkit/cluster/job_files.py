@@ -152,6 +152,10 @@ def deliver(
         raise ToolkitError("--json does not work with --submit: its output is the scheduler's", hint=hint)
     if output is not None:
         try:
+            if output.is_file() and "# Written by: toolkit cluster" not in output.read_text(errors="replace"):
+                raise ToolkitError(
+                    f"{output} exists, and `toolkit cluster` did not write it", hint="name another `--output`"
+                )
             write_text(output, text)
         except OSError as error:
             raise ToolkitError(f"{output} cannot be written: {error.strerror}", hint="`--output FILE`") from None

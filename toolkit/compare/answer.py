@@ -52,7 +52,7 @@ def answer(results: Results) -> Answer:
     unclear = [label for label, row in results.labelled_rows if verdict(row.ratio_interval) == "unclear"]
     if unclear and "--repeats" not in headline:
         repeats = results.method.repeats + MORE_REPEATS
-        details.append(f"the ratio of {_names(unclear)} is unclear: run `--repeats {repeats}`")
+        details.append(f"the ratio of {_names(unclear)} is unclear: run `--resume --repeats {repeats}`")
     recommends = any(one.recommends for one in answers.values())
     return Answer(headline=headline, details=(*details, *_about_all(results)), recommends=recommends)
 
@@ -75,7 +75,8 @@ def _answer_at(results: Results, world_size: int) -> Answer:
     if len(ranked) == 1:
         return Answer(headline=f"Take {ranked[0][0]}, the only one that can be compared", details=(), recommends=True)
     if not ranked or not all(row.repeated for _, row in ranked):
-        why = f"single runs have no intervals: run `--repeats {FEWEST_REPEATS}`" if ranked else "no speed is known"
+        more = f"single runs have no intervals: run `--resume --repeats {FEWEST_REPEATS}`"
+        why = more if ranked else "no speed is known"
         return Answer(headline=f"Not decided yet: {why}", details=tuple(_least_memory(results, ranked)))
     return _decide(results, world_size, ranked)
 
@@ -101,7 +102,7 @@ def _decide(results: Results, world_size: int, ranked: Sequence[LabelledRow]) ->
     if pick is None or any(memory(labelled) < memory(pick) for labelled in unclear):
         names = _names([label for label, _ in (*unclear, *fast[:1])][:4])
         repeats = results.method.repeats + MORE_REPEATS
-        why = f"the speeds of {names} differ by less than their intervals: run `--repeats {repeats}`"
+        why = f"the speeds of {names} differ by less than their intervals: run `--resume --repeats {repeats}`"
         return Answer(headline=f"Not decided yet: {why}", details=tuple(_least_memory(results, ranked)))
     baseline = next((labelled for labelled in ranked if labelled[1] is results.baseline(world_size)), pick)
     if pick[1] is not baseline[1]:

@@ -384,7 +384,8 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
         try:
             write_json(file, wanted)
         except OSError as error:
-            raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
+            why = f"--output-dir {folder} cannot be written: {error.strerror}"
+            raise ToolkitError(why, hint="name a folder that you can write to") from None
     elif not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
     else:

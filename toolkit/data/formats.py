@@ -116,8 +116,10 @@ def check_row(row: Row, data_format: str, columns: Columns = NO_COLUMNS) -> None
     for field in REQUIRED_FIELDS[data_format]:
         if field not in present:
             expected = " + ".join(REQUIRED_FIELDS[data_format])
+            is_null = field in row and field not in columns  # a column that is missing is None too
+            problem = f"{labels[field]} is null" if is_null else f"no field {labels[field]}"
             raise ToolkitError(
-                f"no field {labels[field]}; fields found: {field_names(present)}",
+                f"{problem}; fields found: {field_names(present)}",
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}

@@ -102,6 +102,9 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
             if before is None and now is None:
                 continue
             was, here = ({_key(each): each for each in found or ()} for found in (before, now))
+            # What a file that this one names has by itself is old, or that file's own change.
+            others = {each.file for each in here.values()} - {name}
+            alone = {_key(each) for other in others for each in _linted(Path(other), Path()) or ()}
             plans, why = _plans(Path(name), options)
             earlier, _ = _plans(old / name, options)
             shown = min(plans.values(), key=_fastest_that_fits, default=None)
@@ -109,7 +112,7 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
                 FileChange(
                     file=name,
                     status=status[name],
-                    new=[each for key, each in here.items() if key not in was],
+                    new=[each for key, each in here.items() if key not in was and key not in alone],
                     gone=[each for key, each in was.items() if key not in here],
                     before=None if shown is None else earlier.get((shown["preset"], shown["world_size"])),
                     now=shown,
@@ -203,6 +206,7 @@ def markdown(found: Sequence[FileChange]) -> str:
         lines.append(f"- **{change.file}** ({change.status}){': ' + plan if plan else ''}")
         for finding in change.new:
             place = "" if finding.line is None else f", line {finding.line}"
+            place += "" if finding.file == change.file else f" of {finding.file}"
             key = f" `{finding.key}`:" if finding.key else ""
             lines.append(f"  - {finding.level} `{finding.rule}`{place}:{key} {finding.message}. Fix: {finding.fix}")
         if change.gone:

@@ -50,6 +50,9 @@ class TorchLive:
             compute_dtype=precision or tensors.dtype_names(trained),
             master_dtype=tensors.dtype_names(trained),
             optimizer_dtype=tensors.dtype_names(states),
+            num_optimizer_params=tensors.num_optimizer_params(
+                tensors.innermost_optimizer(trainer.optimizer), parameters
+            ),
             offload_optimizer=None,
             offload_param=None,
             gradient_clipping=trainer.args.max_grad_norm,

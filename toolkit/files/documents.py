@@ -287,7 +287,9 @@ def not_yaml(name: str, error: Exception) -> ToolkitError:
             hint="use only plain keys, numbers and strings",
         )
     why = str(error) if isinstance(error, yaml.YAMLError | ValueError | OverflowError) else type(error).__name__
-    return ToolkitError(f"{name} is not YAML: {' '.join(why.split())[:400]}")
+    why = " ".join(why.split()).replace('in "<unicode string>", ', "at ")
+    hint = "indent with spaces" if "a tab character" in why or r"'\t'" in why else None
+    return ToolkitError(f"{name} is not YAML: {why[:400]}", hint=hint)
 
 
 def check_yaml(text: str, name: str, limits: Limits) -> None:

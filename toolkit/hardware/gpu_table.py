@@ -134,13 +134,24 @@ def find_gpu(name: str) -> Gpu:
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
         f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
-        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
+        hint=f"{guess}For other GPUs, `toolkit plan` takes --gpu-memory-gib and --gpu-tflops",
     )
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the GPU as `find_gpu` does, or None for a name that is not in the table."""
-    spellings = (start + _key(name) + end for end in ("", "b", "gb") for start in ("", "rtx"))
+    """Return the GPU as `find_gpu` does, or None for a name that is not in the table.
+
+    >>> [known_gpu(name) and known_gpu(name).name for name in ("L40S 48GB", "H100-80GB-SXM", "4090-24", "RTX 3060 8GB")]
+    ['l40s', 'h100-sxm', 'rtx-4090', None]
+    """
+    words = _words(name)
+    spellings = (start + "".join(words) + end for end in ("", "b", "gb") for start in ("", "rtx"))
+    for at, word in enumerate(words):  # as who rents it out writes its memory: what is usable is up to a tenth less
+        size = re.fullmatch(r"(\d{1,3})(?:gb?)?", word)
+        key = "".join(words[:at] + words[at + 1 :])
+        gpu = _BY_KEY.get(key) or _BY_KEY.get(f"rtx{key}")
+        if size and gpu and 0.9 * int(size[1]) <= gpu.memory_gib <= int(size[1]):
+            return gpu
     return next((_BY_KEY[each] for each in spellings if each in _BY_KEY), None)
 
 

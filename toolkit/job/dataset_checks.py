@@ -11,6 +11,7 @@ import math
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
+from toolkit.units import counted
 
 WORKERS = (0, 1, 2, 4, 8)
 """Supported values of `--dataloader_num_workers` for a stream; 0 means that the rank itself tokenizes."""
@@ -22,7 +23,7 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packin
         return
     packs = ", which make at most as many packed sequences" if packing else ""
     raise ToolkitError(
-        f"{dataset} has {rows} rows{packs}, fewer than one global batch of {batch} sequences",
+        f"{dataset} has {counted(rows, 'row')}{packs}, fewer than one global batch of {batch} sequences",
         hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
     )
 

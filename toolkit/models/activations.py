@@ -210,7 +210,7 @@ class Activations:
         `varlen` functions take the lengths of documents and a window in place of a mask.
         """
         if varlen or padded:
-            return "none" if varlen else "padding"
+            return ("flash" if self.shape.attention == "eager" else "none") if varlen else "padding"
         window = self.shape.sliding_window
         return "window" if window is not None and seq_length >= window else "none"
 

@@ -44,6 +44,8 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -52,6 +54,7 @@ from toolkit.models.kernel_stand_ins import with_kernels
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSORS
 from toolkit.models.shape import COUNTED_PARTS, TOWER
+from toolkit.versions import model_class_flags
 
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
 ROUTER = re.compile("router$", re.IGNORECASE)
@@ -124,7 +127,7 @@ def describe_activations(config: Any, kinds: list[str]) -> dict[str, Any]:
     """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
     rows, reason = [], None
     try:
-        rows = _rows_of_both(config, kinds)
+        rows = [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
     except Exception as error:  # whatever an arbitrary architecture does with values that are not there
         signal.setitimer(signal.ITIMER_PROF, 0)
         reason = _first_line(error)
@@ -261,10 +264,6 @@ def _first_integer(config: Any, *names: str) -> int | None:
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
-def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
-    return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
-
-
 def decoder_layers(model: Any) -> dict[str, Any]:
     """Return the modules that are never split, by name: FSDP2 wraps them, activation checkpointing recomputes them."""
     classes = set(model._no_split_modules or ())
@@ -349,6 +348,16 @@ def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
         yield {"autocast": autocast, "per_rank": True, "lora": True, "mask": "none"} | slope | {"logit_bytes": 0}
 
 
+def _flash(_module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: Any = None, **_: Any) -> Any:
+    """Attention that saves no scores, in the place of a kernel; its window and sinks save nothing either."""
+    how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **how).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("flash", _flash)
+ALL_MASK_ATTENTION_FUNCTIONS.register("flash", lambda *_, **__: None)
+
+
 def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
     """The backward peak is counted without a mask only: a mask does not change it."""
     unmasked = _count(model, kinds, "none", autocast=autocast)
@@ -357,6 +366,11 @@ def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[R
     for mask in ("padding", "window") if has_window else ("padding",):
         row = _count(model, kinds, mask, autocast=autocast, peaks=False)
         yield {"mask": mask} | row | {"backward": unmasked["backward"]}
+    flags = model_class_flags(model.config.model_type) or {}
+    by_name = flags.get("_supports_attention_backend") and flags.get("_supports_flash_attn")
+    if model.config._attn_implementation == "eager" and by_name:
+        model.config._attn_implementation = "flash"
+        yield {"mask": "flash"} | _count(model, kinds, "none", autocast=autocast)
 
 
 def _build(config: Any, kinds: list[str], dtype: torch.dtype) -> Any:

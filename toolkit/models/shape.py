@@ -106,7 +106,7 @@ Adapters = tuple[Adapter, ...]
 
 COUNTED_PARTS, COEFFICIENTS = ("layers", "largest_layer", "backward", "outer"), ("fixed", "per_token", "per_position")
 MASKS = ("none", "padding", "window")
-"""Attention masks: none; of padding or packed documents; of a sliding window."""
+"""Attention masks: none; of padding or packed documents; of a sliding window. Counted too: a kernel, as `flash`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,6 +165,8 @@ class ObservedLoop:
                 self.forwarded.append(known[0])
         if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
             self.forwarded.append(self.batches.pop()[0])
+        if seen and not self.step and len(self.forwarded) == forwarded:  # of a loader that is not prepared
+            self.observer.timer.first_batches.append(self.count((), (args, kwargs)).sha256)
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import is_initialized
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -42,13 +43,7 @@ from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.words import Words
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
-from toolkit.record.folder import (
-    PREPARED_VARIABLE,
-    RESUME_VARIABLE,
-    WORLD_SIZE_VARIABLE,
-    RunFolder,
-    start_facts,
-)
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, WORLD_SIZE_VARIABLE, RunFolder, start_facts
 
 _DESTROYED_GROUPS: list[Any] = []
 RESUMES = "resume_from_checkpoint"
@@ -92,7 +87,7 @@ class ScriptRun:
             told = f"the script called sys.exit({leaving.code})" if code else None
         except BaseException as error:
             return self._failed(error)
-        if self.writes:
+        if self.writes or told is not None:  # a launcher ends rank 0 before it can tell why another rank has left
             code = self._close_folder(code, told)
         return code
 
@@ -140,7 +135,8 @@ class ScriptRun:
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
-            hint = f"a loop on accelerate alone: {LINE_OF_A_LOOP}"
+            alone = "a loop without accelerate is not observed: run it by itself, or put it on accelerate"
+            hint = f"a loop on accelerate alone: {LINE_OF_A_LOOP}" if is_initialized() else alone
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
             report_failure(RunFailed(message, hint=hint), self.progress)  # as the launcher and a comparison read it

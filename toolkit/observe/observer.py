@@ -93,7 +93,7 @@ class Observer:
         self.verification.begin_training(step)
 
     def before_loss(self, model: Any, inputs: Any) -> None:
-        self.verification.replicas.note_sync(model)
+        self.verification.replicas.synced = getattr(model, "require_backward_grad_sync", True)
         if not self.times_waits:
             self.undo += time_waits_in_forward(model, self.timer)
             self.times_waits = True

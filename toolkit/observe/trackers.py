@@ -29,9 +29,7 @@ def tell_verdict(trainer: Any, folder: RunFolder, attestation: Mapping[str, Any]
     """Tell the trackers what `attestation.json` says, and what was planned. Called by the rank that writes."""
     plan = (read_json(folder.run_json) or {}).get("plan") or {}
     kernels = [f"{row['name']}: {row['detail']}" for row in attestation["kernels"] if row["verdict"] != AS_ASKED]
-    differences = [
-        f"{each['fact']}: {each['found']}, expected {each['expected']}" for each in attestation["differences"]
-    ]
+    differences = [f"{row['fact']}: {row['found']}, expected {row['expected']}" for row in attestation["differences"]]
     values = {
         "preset": attestation["preset"] or "none",
         "verification": attestation["verdict"],
@@ -87,10 +85,6 @@ def _to_mlflow(_: Any, values: dict[str, Any]) -> None:
         sys.modules["mlflow"].set_tags(values)  # a parameter could not change in a resumed run
 
 
-def _to_trackio(_: Any, values: dict[str, Any]) -> None:
-    sys.modules["trackio"].config.update(values, allow_val_change=True)
-
-
 def _to_kubeflow(callback: Any, values: dict[str, Any]) -> None:
     short = {name: str(value) for name, value in values.items() if 0 < len(str(value)) <= KUBEFLOW_CHARACTERS}
     callback._metrics.update(short)  # sent with the next step's progress
@@ -100,7 +94,7 @@ SENDERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "WandbCallback": _to_wandb,
     "TensorBoardCallback": _to_tensorboard,
     "MLflowCallback": _to_mlflow,
-    "TrackioCallback": _to_trackio,
+    "TrackioCallback": lambda _, values: sys.modules["trackio"].config.update(values, allow_val_change=True),
     "KubeflowCallback": _to_kubeflow,
 }
 """By the name of transformers' callback, whose class may be a script's own."""

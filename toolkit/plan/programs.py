@@ -7,7 +7,7 @@ where somebody measured it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -93,7 +93,8 @@ class Program:
     """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""
     any_attention: bool = False
     """Where nothing names an attention function, some versions and models have the eager one."""
-    notes: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What is not planned, by the jobs that have it: `lora`, `full`, a method's name, or `` for all."""
 
 
 _NONE: Mapping[str, Any] = {}
@@ -117,7 +118,7 @@ PROGRAMS: Mapping[str, Program] = {
         "utils/__init__.py:84",
         numerics={"peft_input_cast": True, "expandable_segments": True},
         full_numerics=_BF16,
-        notes=("its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned",),
+        notes={"lora": "its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned"},
         any_attention=True,
     ),
     "llama-factory": Program(
@@ -125,10 +126,10 @@ PROGRAMS: Mapping[str, Program] = {
         "train/dpo/trainer.py and train/kto/trainer.py (`concatenated_forward`, `forward`: fp32 logits of all tokens)",
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
-        notes=(
-            "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
-            "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
-        ),
+        notes={
+            "full": "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
+            "reward": "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
+        },
         any_attention=True,
     ),
     "ms-swift": Program(
@@ -145,13 +146,13 @@ PROGRAMS: Mapping[str, Program] = {
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
         numerics=_NONE,
         loss="cut",
-        notes=("its checkpoints in host memory: 2 bytes per token, hidden size and layer less",),
+        notes={"": "its checkpoints in host memory: 2 bytes per token, hidden size and layer less"},
     ),
     "torchtune": Program(
         source="torchtune 0.6.1: recipes/configs/*/*_single_device.yaml (`dtype: bf16`), modules/loss",
         numerics={"pure_bf16": True},
         loss="chunked_output",
-        notes=("8-bit optimizers of torchao, and an optimizer step inside of the backward",),
+        notes={"": "8-bit optimizers of torchao, and an optimizer step inside of the backward"},
     ),
     "trainer": Program(
         source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype; '
@@ -227,8 +228,8 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
         raise ToolkitError("--kbit-training needs quantized weights", hint="add `--load-in-4bit`")
 
 
-def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
-    """Return what of a program is known to differ from the plan."""
+def numerics_notes(numerics: Numerics, kinds: Collection[str]) -> tuple[str, ...]:
+    """Return what of a program is known to differ from the plan of a job of these kinds (`Program.notes`)."""
     others = {
         COMPILED: numerics.torch_compile,
         FSDP1: numerics.fsdp1,
@@ -236,4 +237,5 @@ def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
         REPLICAS: numerics.data_parallel > 1,
         FP8: numerics.fp8,
     }
-    return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))
+    noted = PROGRAMS[numerics.program].notes.items()
+    return (*(note for kind, note in noted if kind in kinds), *(note for note, holds in others.items() if holds))

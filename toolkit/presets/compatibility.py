@@ -74,7 +74,8 @@ class Case:
 
     def option(self, name: str) -> str:
         """The flag as it is typed: the planner's options are spelled with dashes."""
-        return "--" + (name.replace("_", "-") if self.purpose in ("plan", "recommend") else name)
+        flag, *value = name.split(" ", 1)
+        return " ".join(["--" + (flag.replace("_", "-") if self.purpose in ("plan", "recommend") else flag), *value])
 
     def degree(self, name: str, degree: int) -> str:
         """A degree of parallelism as it is typed."""

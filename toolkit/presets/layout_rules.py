@@ -195,7 +195,7 @@ def parallel_method(case: Case, preset: PresetSpec) -> Answers:
     if job.loss == "chunked" and {"tp", "pp"} & set(preset.degrees):
         why = "the chunked loss was never run on a stage" if in_stages else "the head is split over ranks"
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
-    attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
+    attention, hint = f"attn_implementation {job.attn_implementation}", f"`{case.option('attn_implementation sdpa')}`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
         why = "heads are exchanged in front of SDPA and flash attention only"
         yield method_answer(case, attention, why, hint)

@@ -150,6 +150,8 @@ class RankReading(BaseModel):
     optimizer_steps: Count | None = None
     """Learning rates of the first step; steps that the optimizer counts. Equal on all ranks where weights are
     sharded."""
+    num_optimizer_params: Count | None = None
+    """Trained parameters that the optimizer holds; None where an engine steps with tensors of its own."""
     first_rows_sha256: str | None = None
     """Digest of the first step's batches."""
     clipped: bool | None = None

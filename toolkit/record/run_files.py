@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -120,6 +120,7 @@ RecordedStatus = Annotated[RunStatus, BeforeValidator(lambda value: status.FAILE
 class RecordedRun(_RunFile):
     """`run.json`."""
 
+    schema_version: Literal[1] = 1
     preset: str | None = None
     world_size: int | None = None
     script: str | None = None

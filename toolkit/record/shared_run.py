@@ -121,7 +121,7 @@ class SharedRun(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            hint = "a script of your own records its batch where its Trainer has it"
+            hint = "share a run of `toolkit train`: one of your own script does not record how long its rows may be"
             raise ToolkitError(f"{path} lacks what is shared: {explain(error)}", hint=hint) from None
 
     def problems(self) -> list[str]:

@@ -37,10 +37,6 @@ class ReplicaCheck:
         self.synced, self.hint = True, ""
         """`synced` is False where DDP's last forward was in `no_sync`; `hint` is what the last `read` tells."""
 
-    def note_sync(self, model: Any) -> None:
-        """Note in a forward that trains whether DDP exchanges the gradients of its backward."""
-        self.synced = getattr(model, "require_backward_grad_sync", True)
-
     def note_rates(self) -> None:
         """Note the learning rates of a step: after a schedule's end all are 0. One on a GPU is read later."""
         rates = [group["lr"] for group in getattr(self._optimizer(), "param_groups", ()) if "lr" in group]

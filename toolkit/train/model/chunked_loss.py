@@ -225,7 +225,8 @@ class ChunkedLoss:
         total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, weight, bias, options)
         self.num_losses += 1
         if items is None:
-            return total / (labels != IGNORED).sum()  # nan without any, as torch's mean
+            count = (labels != IGNORED).sum()  # none: nan with a gradient of 0, as torch's mean
+            return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
         return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
 
     def _take_loss(self, _head: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
