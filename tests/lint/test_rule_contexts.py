@@ -28,7 +28,6 @@ TEXT = f"{TRAINER}learning_rate: 2e-5\n"
 FACTORY = f"{TEXT}model_name_or_path: a/b\nflash_attn: true\nlora_rank: 8\ncutoff_len: 512\nmy_own: 1\n"
 YAML = "HfArgumentParser((Mine, TrainingArguments)).parse_yaml_file(sys.argv[2])\n"
 ON_NODES = "accelerate launch --config_file a.yaml --num_machines $N x.py\n"
-PARSES = "parser = argparse.ArgumentParser()\nparser.parse_args()\n"
 OWN_LOOP = "engine = deepspeed.initialize(args)\n"
 
 
@@ -152,9 +151,6 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
-        ("local-rank-with-dash", {"a.sh": "deepspeed x.py\n", "x.py": f"{PARSES}parser.parse_known_args()\n"}),
-        ("local-rank-with-dash", {"a.sh": "deepspeed x.py\n", "x.py": f"{PARSES}p.add_argument(f'--{{name}}')\n"}),
-        ("local-rank-with-dash", {"a.sh": "deepspeed x.py\n", "x.py": f"{PARSES}p.add_argument('--local_rank')\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: kernels-community/flash-attn@main:f\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: mine\n", "x.py": "register('mine', f)\n"}),
         ("unknown-llama-factory-setting", {"a.sh": "llamafactory-cli train --stage sft --num_train_epochs3 --bf16\n"}),

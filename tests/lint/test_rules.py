@@ -393,8 +393,6 @@ CASES = [
          script="parser = argparse.ArgumentParser()\nparser.add_argument('--local_rank')\nparser.parse_args()\n"),
     Case("local-rank-with-dash", "python -m torch.distributed.launch train.py\n", "torchrun train.py\n", 1, "run.sh",
          script="parser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"),
-    Case("local-rank-with-dash", "deepspeed train.py\n", "deepspeed --no_local_rank train.py\n", 1, "run.sh",
-         script="parser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"),
     Case("local-rank-with-dash", "python -m torch.distributed.launch other.py\n",
          "python -m torch.distributed.launch train.py\n", 1, "run.sh", script="parser.add_argument('--local-rank')\n"),
     Case("file-not-read", "accelerate launch train.py a.yaml\n", "accelerate launch train.py --config a.yaml\n", 1,

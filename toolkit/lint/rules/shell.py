@@ -13,7 +13,7 @@ from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named, imported_source, project_source, scripts_named, source_of
+from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.settings import as_enum, as_int, shorten
 from toolkit.lint.script_options import is_refused
 
@@ -30,10 +30,6 @@ ASSIGNED = re.compile(
     rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
-PARSES_ALONE = re.compile(r"(?<!\w)ArgumentParser\(")
-MAY_TAKE_RANK = re.compile(
-    r"--local_rank|parse_known_args|\w+ArgumentParser|Parser\([^)]{0,300}\bparents=|sys\.argv|add_argument\(\s*(?:f[\"']|[\w*])"
-)
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -172,16 +168,10 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="torchrun, and LOCAL_RANK of the environment")
 def local_rank_with_dash(doc: Document) -> Iterator[Match]:
-    """Since torch 2.0 `torch.distributed.launch` passes `--local-rank=N`, with a dash, and `deepspeed`
-    `--local_rank=N`. A parser that has not this one refuses it."""
+    """Since torch 2.0 `torch.distributed.launch` passes `--local-rank=N`, with a dash, to the script. A parser that has
+    `--local_rank` alone refuses it."""
     starts = {line for _, line in doc.script.find(r"-m[ \t]+torch\.distributed\.launch\b")}
     for call in doc.script.launches:
-        if call.tool == "deepspeed" and "no-local-rank" not in call.options:
-            script, beside = source_of(call.script or "", doc.path)
-            sources = script + beside + imported_source(script, doc.folder)
-            if PARSES_ALONE.search(script) and ".parse_args(" in script and not MAY_TAKE_RANK.search(sources):
-                fix = "`--no_local_rank` in front of it, or `--local_rank` in its parser"
-                yield Match("--local_rank", f"{call.script} gets --local_rank=N, and refuses it", fix, line=call.line)
         if call.line not in starts or call.tool != "torchrun" or {"use-env", "use_env"} & call.options.keys():
             continue
         script, beside = source_of(call.script or "", doc.path)
