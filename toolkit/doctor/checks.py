@@ -175,8 +175,7 @@ class NodeCheck:
         return outcome
 
 
-CHECKS: dict[str, NodeCheck] = {}
-"""Every check by its name, once `toolkit.doctor.examination` is imported."""
+CHECKS: dict[str, NodeCheck] = {}  # every check by its name, once `toolkit.doctor.examination` is imported
 
 
 def node_check(source: str) -> Callable[[Examine], Examine]:

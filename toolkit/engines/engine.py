@@ -30,8 +30,7 @@ class Sharding(NamedTuple):
     """Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's
     factor (N-1)/N: as the engine communicates, which docs/concepts/ddp-zero-fsdp2.md checks against counted runs."""
     fsdp1_name: str | None
-    other_name: str | None
-    """The same in another engine."""
+    other_name: str | None  # the same in another engine
 
 
 class Engine:
@@ -41,70 +40,47 @@ class Engine:
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("0", None, None)}
     state_bytes = (4, 4, 8)
     """Of parameter, gradient and AdamW's states, for each parameter: the fp32 parameter is its own master weight."""
-    libraries: tuple[str, ...] = ()
-    """Packages that ranks import beside the training script's."""
+    libraries: tuple[str, ...] = ()  # packages that ranks import beside the training script's
     needs: tuple[str, ...] = ()
     needs_to_offload: tuple[str, ...] = ()
-    dimensions: tuple[str, ...] = ()
-    """Dimensions of parallelism that a preset's file may list."""
+    dimensions: tuple[str, ...] = ()  # dimensions of parallelism that a preset's file may list
     max_world_size: int | None = None
-    has_settings_file = False
-    """True if accelerate's YAML names a JSON with the engine's settings."""
-    needs_launcher = True
-    """False where a plain `python` starts it."""
-    launcher_options: tuple[str, ...] = ()
-    """Options of `accelerate launch` that several nodes need."""
+    has_settings_file = False  # true if accelerate's YAML names a JSON with the engine's settings
+    needs_launcher = True  # false where a plain `python` starts it
+    launcher_options: tuple[str, ...] = ()  # options of `accelerate launch` that several nodes need
     compiles_ops = False
-    keeps_masters = False
-    """True if trained weights are 16-bit copies, beside fp32 master weights of the engine's own."""
-    launcher_decides_precision = True
-    """False where `bf16: false` of a script's arguments wins."""
-    is_loaded_whole = True
-    """True if every rank loads the same checkpoint."""
-    keeps_empty_groups = True
-    """False if parameter groups without parameters are dropped."""
-    writes_universal = False
-    """True if a converted checkpoint has DeepSpeed's universal layout."""
-    uses_fsdp_plugin = False
-    """True if accelerate's FSDP plugin shards the model."""
+    keeps_masters = False  # true if trained weights are 16-bit copies, beside fp32 master weights of the engine's own
+    launcher_decides_precision = True  # false where `bf16: false` of a script's arguments wins
+    is_loaded_whole = True  # true if every rank loads the same checkpoint
+    keeps_empty_groups = True  # false if parameter groups without parameters are dropped
+    writes_universal = False  # true if a converted checkpoint has DeepSpeed's universal layout
+    uses_fsdp_plugin = False  # true if accelerate's FSDP plugin shards the model
     uses_ddp = False
     chooses_accumulation = False
     """True if gradients may wait for the last accumulation step either way, sharded or whole."""
-    gathers_layers = False
-    """True if FSDP2 gathers each layer where it is used."""
-    autocasts = True
-    """True if fp32 weights are cast where they are used."""
-    has_flat_states = False
-    """True if gradients and optimizer states are flat partitions, which come and go in the step."""
-    fragments_in_step = 0.0
-    """Share of what a full fine-tune allocates in the step that is reserved beside it."""
+    gathers_layers = False  # true if FSDP2 gathers each layer where it is used
+    autocasts = True  # true if fp32 weights are cast where they are used
+    has_flat_states = False  # true if gradients and optimizer states are flat partitions, which come and go in the step
+    fragments_in_step = 0.0  # share of what a full fine-tune allocates in the step that is reserved beside it
     offloaded_optimizer: str | None = None
     """The class, with its library, that replaces any optimizer which is offloaded."""
     host_adam_seconds = (0.22, 0.57, 1.5)
     """Of AdamW on the host, per 1e9 parameters on all cores of a node: at best, estimated, at worst. Source: table 4 of
     the ZeRO-Offload paper, 1.4 to 1.5 for torch's on two sockets (https://arxiv.org/abs/2101.06840)."""
-    no_offloaded_optimizer: str | None = None
-    """Why only AdamW can be offloaded."""
-    needs_for_kernels: tuple[str, ...] = ()
-    """Where a preset cannot run on a CPU."""
+    no_offloaded_optimizer: str | None = None  # why only AdamW can be offloaded
+    needs_for_kernels: tuple[str, ...] = ()  # where a preset cannot run on a CPU
     plain_preset: str | None = None
     """The preset to name for the engine: without offload, and without parallelism of layers."""
-    checkpoint_weights = 3
-    """Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance."""
+    checkpoint_weights = 3  # size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance
     script_keys: Mapping[str, Sequence[str]] = {}
     """Keys of the engine's block in accelerate's YAML that a script without its launcher can put in effect."""
-    settings_option = ""
-    """Option of `accelerate launch` for the engine's settings, a path or the text."""
-    settings_variable = ""
-    """Variable in which ranks find them."""
-    rejects_best_of_weights = False
-    """True if the Trainer cannot load the best of checkpoints that hold only weights."""
-    accelerate_uses_cpu = "true"
-    """What `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect."""
+    settings_option = ""  # option of `accelerate launch` for the engine's settings, a path or the text
+    settings_variable = ""  # variable in which ranks find them
+    rejects_best_of_weights = False  # true if the Trainer cannot load the best of checkpoints that hold only weights
+    accelerate_uses_cpu = "true"  # what `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect
 
     no_comm_hook: str | None = "there is nothing to communicate"
-    no_trace: str | None = None
-    """Why it does not run on fake tensors."""
+    no_trace: str | None = None  # why it does not run on fake tensors
     no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
     no_optimizer: Mapping[str, tuple[str, str]] = {}
     """Name or library of an optimizer -> why it does not work, and what does."""
@@ -245,8 +221,7 @@ class Engine:
 class EngineSettings:
     """Everything about an engine that decides bytes, once the world size is known. Bucket sizes are in elements."""
 
-    traits: Engine
-    """What wraps the model; that of one process where DDP has nothing to reduce."""
+    traits: Engine  # what wraps the model; that of one process where DDP has nothing to reduce
     sharding: str
     shards_parameters: bool
     world_size: int

@@ -13,8 +13,7 @@ from toolkit.engines.tensors import dtype_name, without_adapters
 from toolkit.engines.torch_live import TorchLive
 from toolkit.record.reading import RankReading
 
-SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")
-"""Mesh dimensions that divide layers or experts."""
+SPLIT_DIMENSIONS = ("tp", "ep", "efsdp")  # mesh dimensions that divide layers or experts
 
 
 def is_shard(placement: Any) -> bool:

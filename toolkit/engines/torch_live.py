@@ -17,8 +17,7 @@ _WRAPPERS = {torch.nn.parallel.DistributedDataParallel: "ddp", torch.nn.DataPara
 class TorchLive:
     """What wraps the model of a run. Subclasses are of engines that divide it."""
 
-    reduces_itself = False
-    """True for DeepSpeed: it has an optimizer, flat gradients and a norm of its own."""
+    reduces_itself = False  # true for DeepSpeed: it has an optimizer, flat gradients and a norm of its own
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped

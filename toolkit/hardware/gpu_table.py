@@ -46,10 +46,8 @@ class Gpu:
     source: str
     host: tuple[int, str] | None = None
     """Host memory per GPU in GiB, and a node that has it; of an instance type, the least that several GPUs have."""
-    other_gb: str = ""
-    """Memory of other cards with the same name, in GB."""
-    shared_by: int = 1
-    """Ranks that share the card, of which this is one's part."""
+    other_gb: str = ""  # memory of other cards with the same name, in GB
+    shared_by: int = 1  # ranks that share the card, of which this is one's part
 
     @property
     def names(self) -> list[str]:

@@ -80,13 +80,10 @@ class Activations:
     """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
     residual stream."""
     lora_dropout: bool = False
-    dora_targets: tuple[str, ...] = ()
-    """The modules that DoRA adapts; none with LoRA."""
-    oft_targets: tuple[str, ...] = ()
-    """The modules that OFT rotates the inputs of, in blocks of `oft_block_size`."""
+    dora_targets: tuple[str, ...] = ()  # the modules that DoRA adapts; none with LoRA
+    oft_targets: tuple[str, ...] = ()  # the modules that OFT rotates the inputs of, in blocks of `oft_block_size`
     oft_block_size: int = 0
-    liger: bool = False
-    """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""
+    liger: bool = False  # true for Liger's norms and MLPs, in the architectures with formulas that it has them for
     layout: ParallelLayout | None = None
     """How ranks divide layers, whose part is in `shape` already, experts and sequences."""
 

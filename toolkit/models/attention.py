@@ -14,10 +14,8 @@ from typing import Any
 
 from toolkit.versions import attention_names, is_importable, model_class_flags
 
-AUTO = "auto"
-"""Chosen for packed rows; the model's default for others."""
-VARLEN = "sdpa_varlen"
-"""The toolkit's function: torch's `varlen_attn` on a GPU, one SDPA call per document elsewhere."""
+AUTO = "auto"  # chosen for packed rows; the model's default for others
+VARLEN = "sdpa_varlen"  # the toolkit's function: torch's `varlen_attn` on a GPU, one SDPA call per document elsewhere
 # A function of the hub's `kernels`: owner/name, with @revision and :function (transformers 5.23, `is_kernel`).
 KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?")
 # Version of flash attention -> its module and the package that installs it (transformers 5.23,

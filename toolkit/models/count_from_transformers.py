@@ -63,10 +63,8 @@ NO_WINDOW = 1 << 20
 RANKS = (8, 16)  # LoRA ranks: what adapters save is linear in the rank
 OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
 Row = dict[str, Any]
-Coefficients = list[Any]
-"""Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
-Storages = dict[int, int]
-"""Bytes of each storage by its number in the order of a pass."""
+Coefficients = list[Any]  # constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`
+Storages = dict[int, int]  # bytes of each storage by its number in the order of a pass
 
 
 def main(argv: list[str]) -> None:

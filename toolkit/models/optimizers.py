@@ -41,8 +41,7 @@ class UpdatedTensor:
         return math.prod(self.shape)
 
 
-_States = Callable[[UpdatedTensor], dict[str, int]]
-"""Bytes of the states of one tensor, by dtype."""
+_States = Callable[[UpdatedTensor], dict[str, int]]  # bytes of the states of one tensor, by dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

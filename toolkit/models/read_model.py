@@ -40,8 +40,7 @@ from toolkit.versions import installed_version, model_types
 KNOWN = Path(__file__).with_name("known")
 COUNTING_SECONDS = 300
 COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
-REFUSED = "refused: "
-"""Start of the line in which the child process says why it cannot count."""
+REFUSED = "refused: "  # start of the line in which the child process says why it cannot count
 COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says

@@ -30,8 +30,7 @@ DIVIDED = {
 }
 # Styles of transformers' plans that split a parameter; the others replicate it.
 SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
-Plan = Mapping[str, str]
-"""A style for each pattern of module or parameter names."""
+Plan = Mapping[str, str]  # a style for each pattern of module or parameter names
 ATTENTION_INPUT = ("self_attn.q_proj", "self_attn.qkv_proj")
 MLP_OUTPUT = ("mlp.down_proj", "mlp.experts.down_proj")
 VOCABULARY = re.compile(r"embed_tokens\.weight$|^lm_head\.")

@@ -81,8 +81,7 @@ class Case:
         return f"{name}={degree}" if self.purpose == "script" else f"{self.option(name)} {degree}"
 
 
-Answer = tuple[str, str, str | None]
-"""Clause, sentence, hint."""
+Answer = tuple[str, str, str | None]  # clause, sentence, hint
 Answers = Iterator[Answer]
 Rule = Callable[[Case], Answers]
 

@@ -66,8 +66,7 @@ class Rehearsal:
     """Somebody's script, or the name of a module; None for our own script. `training_argv` is for it."""
     is_module: bool = False
     steps: int = DEFAULT_STEPS
-    output_dir: Path | None = None
-    """The run folder that is kept."""
+    output_dir: Path | None = None  # the run folder that is kept
 
 
 def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: Purpose = "rehearse") -> None:

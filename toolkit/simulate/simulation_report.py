@@ -10,8 +10,7 @@ from rich.console import Console
 from toolkit.report.charts import Chart
 from toolkit.report.rendering import Cell, Heading, Table, render, rich_table
 
-OF_WORDS = ("", "schedule", "stage", "policy", "verdict")
-"""Headings of columns that are not of numbers."""
+OF_WORDS = ("", "schedule", "stage", "policy", "verdict")  # headings of columns that are not of numbers
 
 
 def table_of(rows: Sequence[Mapping[str, Cell]]) -> Table:

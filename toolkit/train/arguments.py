@@ -54,10 +54,8 @@ class LaunchContext:
 
     preset: PresetSpec | None
     world_size: int | None
-    dp_shard_size: int | None = None
-    """Ranks that share one copy of the model in a hybrid mesh."""
-    folder_prepared: bool = False
-    """True if the launcher has locked and cleared the run folder."""
+    dp_shard_size: int | None = None  # ranks that share one copy of the model in a hybrid mesh
+    folder_prepared: bool = False  # true if the launcher has locked and cleared the run folder
 
     @classmethod
     def from_env(cls) -> LaunchContext:

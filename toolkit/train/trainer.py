@@ -181,8 +181,7 @@ class TrainerShardedAtLoad(StatesShardedAtLoad, SupervisedTrainer):
 class TrainerParts:
     """What a Trainer is built from; a rehearsal gives other parts."""
 
-    trainer: type[SupervisedTrainer] | None = None
-    """None: by how the model was loaded."""
+    trainer: type[SupervisedTrainer] | None = None  # none: by how the model was loaded
     timer: type[StepTimer] = StepTimer
     verification: type[Verification] = Verification
     callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()

@@ -21,8 +21,7 @@ from toolkit.errors import ToolkitError
 
 # SDPA's kernels, torch's `varlen_attn`, and flash-attn 2 and 3, from a package or from the hub.
 KERNELS = re.compile(r"aten::_scaled_dot_product_\w+_attention\w*|torch_attn::_varlen_attn|\w+::_flash_attn_\w*forward")
-kept: Counter[str] = Counter()
-"""How often the output of each kernel was kept, in this process."""
+kept: Counter[str] = Counter()  # how often the output of each kernel was kept, in this process
 
 
 def keep_attention(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
