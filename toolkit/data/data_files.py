@@ -82,16 +82,12 @@ def resolve_sources(
         key = source.name if source.path is None else str(source.path.resolve())
         if key in seen:
             other = f", also as {source.name}" if source.name != seen[key] else ""
-            raise ToolkitError(
-                f"--{option} names {seen[key]} twice{other}",
-                hint="name it once; `--dataset_weights` repeats the rows of a data set",
-            )
+            what = f"--{option} names {seen[key]} twice{other}"
+            raise ToolkitError(what, hint="name it once; `--dataset_weights` repeats the rows of a data set")
         seen[key] = source.name
     if config is not None and all(source.kind == "file" for source in sources):
-        raise ToolkitError(
-            f"--{option}_config {config[:80]}: {names[0]} is a file, and only a hub data set has configurations",
-            hint=f"leave `--{option}_config` out",
-        )
+        what = f"--{option}_config {config[:80]}: {names[0]} is a file, and only a hub data set has configurations"
+        raise ToolkitError(what, hint=f"leave `--{option}_config` out")
     return [_with_config(source, config, option) if source.kind == "hub" else source for source in sources]
 
 

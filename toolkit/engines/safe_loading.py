@@ -103,10 +103,8 @@ def _engine_classes_in(path: Path) -> list[str]:
 
 def _check_known(path: Path, name: str, classes: tuple[str, ...]) -> None:
     if name not in classes:
-        raise ToolkitError(
-            f"{path} would run {name[:80]}, which no checkpoint of ours contains",
-            hint="do not load it unless you trust who wrote it; then: `--trust-pickle`",
-        )
+        what = f"{path} would run {name[:80]}, which no checkpoint of ours contains"
+        raise ToolkitError(what, hint="do not load it unless you trust who wrote it; then: `--trust-pickle`")
 
 
 @contextlib.contextmanager

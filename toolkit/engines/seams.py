@@ -83,7 +83,5 @@ def check_methods(trainer: object) -> None:
     lacking = [name for name in OBSERVED_METHODS if not hasattr(trainer, name)]
     if lacking:
         known, here = KNOWN_IN["transformers"], installed_version("transformers")
-        raise ToolkitError(
-            f"the Trainer of transformers {here} has no `{lacking[0]}`, by which runs are observed",
-            hint=f'`pip install "transformers=={known}"`, in which it is known',
-        )
+        what = f"the Trainer of transformers {here} has no `{lacking[0]}`, by which runs are observed"
+        raise ToolkitError(what, hint=f'`pip install "transformers=={known}"`, in which it is known')

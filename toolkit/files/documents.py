@@ -282,10 +282,8 @@ def not_yaml(name: str, error: Exception) -> ToolkitError:
     """Return the error for a text that PyYAML refuses, in one line."""
     if isinstance(error, yaml.constructor.ConstructorError) and "constructor for the tag" in str(error.problem):
         tag = str(error.problem).split("'")[1][:80]
-        return ToolkitError(
-            f"{name} has a value with the tag {tag!r}, which names an object; nothing was executed",
-            hint="use only plain keys, numbers and strings",
-        )
+        what = f"{name} has a value with the tag {tag!r}, which names an object; nothing was executed"
+        return ToolkitError(what, hint="use only plain keys, numbers and strings")
     why = str(error) if isinstance(error, yaml.YAMLError | ValueError | OverflowError) else type(error).__name__
     return ToolkitError(f"{name} is not YAML: {' '.join(why.split())[:400]}")
 

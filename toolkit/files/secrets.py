@@ -192,7 +192,5 @@ def refuse_hidden(arguments: Mapping[str, Any]) -> None:
     for name, given in arguments.items():
         value = given if isinstance(given, str) else json.dumps(given, default=str)
         if value == HIDDEN or f'"{HIDDEN}"' in value or f"://{HIDDEN}@" in value:
-            raise ToolkitError(
-                f"--{name} is {value[:80]!r}: {HIDDEN} stands for a secret, which is never recorded",
-                hint=f"type its value in place of {HIDDEN}, or leave --{name} out",
-            )
+            what = f"--{name} is {value[:80]!r}: {HIDDEN} stands for a secret, which is never recorded"
+            raise ToolkitError(what, hint=f"type its value in place of {HIDDEN}, or leave --{name} out")

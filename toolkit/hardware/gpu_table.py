@@ -130,10 +130,8 @@ def find_gpu(name: str) -> Gpu:
     same = [other for other in same if other.endswith(("ti", "super")) == key.endswith(("ti", "super"))]
     close = nearest(key, same)
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
-    raise ToolkitError(
-        f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
-        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
-    )
+    what = f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}"
+    raise ToolkitError(what, hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops")
 
 
 def known_gpu(name: str) -> Gpu | None:
@@ -164,10 +162,8 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
     if len(names) == 1:
         return find_gpu(names[0])
     found = f"this node has {', '.join(names)}" if names else "no GPU is visible on this node"
-    raise ToolkitError(
-        f"--gpu is missing, and {found}",
-        hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed",
-    )
+    what = f"--gpu is missing, and {found}"
+    raise ToolkitError(what, hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed")
 
 
 def _say_which_memory(name: str, gpu: Gpu) -> None:

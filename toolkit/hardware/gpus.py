@@ -60,10 +60,8 @@ def visible_world_size() -> int:
     """Return the number of visible GPUs, the default of `--num-processes`. Raises ToolkitError where there are none."""
     visible = count_gpus()
     if visible == 0:
-        raise ToolkitError(
-            "--num-processes is missing, and no GPU is visible on this node",
-            hint="the number of GPUs of the job, for example `--num-processes 8`",
-        )
+        what = "--num-processes is missing, and no GPU is visible on this node"
+        raise ToolkitError(what, hint="the number of GPUs of the job, for example `--num-processes 8`")
     return visible
 
 

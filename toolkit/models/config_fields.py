@@ -117,10 +117,8 @@ def read_config(path: Path) -> dict[str, Any]:
                 if size is not None:
                     check_size(str(path), key, size)
         elif key in _ATTENTION and "/" in str(value):
-            raise ToolkitError(
-                f"{path}: {key} is {str(value)[:80]!r}, which names code on the hub; nothing was loaded",
-                hint="remove it, or name one of transformers' own: sdpa, eager, flash_attention_2",
-            )
+            what = f"{path}: {key} is {str(value)[:80]!r}, which names code on the hub; nothing was loaded"
+            raise ToolkitError(what, hint="remove it, or name one of transformers' own: sdpa, eager, flash_attention_2")
     return config
 
 

@@ -203,7 +203,5 @@ def unanswered(error: BaseException) -> ToolkitError | None:
     if frames:
         place = _place(frames[-1].filename, frames[-1].lineno or 0)
         text = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
-    return ToolkitError(
-        f"{place}: {what} that fake tensors do not have" + (f": `{text[:120]}`" if text else ""),
-        hint=WITHOUT_TRACE,
-    )
+    message = f"{place}: {what} that fake tensors do not have" + (f": `{text[:120]}`" if text else "")
+    return ToolkitError(message, hint=WITHOUT_TRACE)

@@ -99,10 +99,9 @@ def oft_fixed_bytes(rotations_of_layer: Layer, element_bytes: int) -> int:
 def check_adapted_modules(shape: ModelShape, targets: tuple[str, ...], *, method: str) -> None:
     """Raise ToolkitError for what peft adapts with LoRA alone: fused experts, and for OFT `Conv1D`."""
     if any(tensor.is_expert for kind in shape.layer_kinds for tensor in lora_layer(shape, kind, 1, targets)):
-        raise ToolkitError(
-            f"{method} does not adapt the experts of {shape.model_type}: peft refuses parameters without a module",
-            hint="name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`",
-        )
+        what = f"{method} does not adapt the experts of {shape.model_type}: peft refuses parameters without a module"
+        hint = "name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`"
+        raise ToolkitError(what, hint=hint)
     if method == "OFT" and any(tensor.name in TRANSPOSED for kind in shape.layer_kinds for tensor in kind):
         message = f"OFT does not adapt {shape.model_type}: peft rotates inputs of `nn.Linear`, and not of `Conv1D`"
         raise ToolkitError(message, hint="`--lora-r 16`")

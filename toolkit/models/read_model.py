@@ -170,10 +170,8 @@ def _run_child(config: Path) -> Any:
     if done.returncode:
         refused = next((line for line in lines if line.startswith(REFUSED)), "no reason given")
         reason = refused.removeprefix(REFUSED)[:MAX_REASON]
-        raise ToolkitError(
-            f"{config}: no language model can be counted from it: {reason}",
-            hint=f"architectures that need no transformers: {_known()}",
-        )
+        what = f"{config}: no language model can be counted from it: {reason}"
+        raise ToolkitError(what, hint=f"architectures that need no transformers: {_known()}")
     return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")
 
 
@@ -223,10 +221,9 @@ def check_unquantized(model: str) -> None:
         if method in DEQUANTIZED_METHODS:
             _say_once(f"{model}: its {method} weights are planned dequantized to bf16, as `toolkit train` loads them")
             return
-        raise ToolkitError(
-            f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
-            hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
-        )
+        what = f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned"
+        hint = "plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4"
+        raise ToolkitError(what, hint=hint)
 
 
 @functools.cache
@@ -440,10 +437,8 @@ def text_part(values: Mapping[str, Any]) -> str | None:
 
 
 def _no_decoder(what: str, kind: str) -> ToolkitError:
-    return ToolkitError(
-        f"{what} is {kind}, whose heads and losses are not planned: only decoders are",
-        hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B",
-    )
+    message = f"{what} is {kind}, whose heads and losses are not planned: only decoders are"
+    return ToolkitError(message, hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B")
 
 
 def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:

@@ -144,10 +144,8 @@ def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types]
         for key in map(str, values):
             if key not in known:
                 examples = f"remove it; {where} has keys like {', '.join(sorted(known)[:8])}"
-                raise ToolkitError(
-                    f"{path}: unknown key {shown(key)} in {where}; engines silently ignore such a key",
-                    hint=did_you_mean(key[:200], known, otherwise=examples),
-                )
+                what = f"{path}: unknown key {shown(key)} in {where}; engines silently ignore such a key"
+                raise ToolkitError(what, hint=did_you_mean(key[:200], known, otherwise=examples))
     for block, values in found.items():
         for key, kind in blocks[block].items():
             if key in values and not kind.accepts(values[key]):

@@ -175,10 +175,8 @@ def _read_settings(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], 
     """DeepSpeed's settings, their JSON, and their text where the YAML has them itself."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
-        raise ToolkitError(
-            f"{path}: deepspeed_config names no deepspeed_config_file",
-            hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
-        )
+        what = f"{path}: deepspeed_config names no deepspeed_config_file"
+        raise ToolkitError(what, hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`")
     settings = settings_for_path(named, f"{path}: deepspeed_config_file")
     if settings is None:
         json_path = _named_json(named, path)
@@ -210,10 +208,9 @@ def _json_beside(settings: dict[str, Any], path: Path) -> Path | None:
         others = sorted((folder.parent / "ds_configs").glob("*.json"))
         return next((each for each in others if read_configuration(each) == settings), None)
     if read_configuration(beside) != settings:
-        raise ToolkitError(
-            f"{beside} differs from the settings in {path}, which are those that accelerate reads",
-            hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
-        )
+        what = f"{beside} differs from the settings in {path}, which are those that accelerate reads"
+        hint = f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`"
+        raise ToolkitError(what, hint=hint)
     return beside
 
 

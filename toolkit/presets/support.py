@@ -119,20 +119,16 @@ def check_arguments(
     if preset is not None:
         for name in STRATEGY_ARGUMENTS:
             if str(job.value(name) or "none").lower() not in ("none", "false"):
-                raise ToolkitError(
-                    f"--{name} would override the sharding of preset {preset.name!r}",
-                    hint="put it into an accelerate YAML of your own: `--preset FILE`",
-                )
+                what = f"--{name} would override the sharding of preset {preset.name!r}"
+                raise ToolkitError(what, hint="put it into an accelerate YAML of your own: `--preset FILE`")
         check_degrees_given(preset, job.degrees)
     device = CPU if on_cpu else Device()
     check_supported(preset, job, world_size=num_processes, device=device, purpose=purpose)
     # The Trainer cannot load the best model where a sharded checkpoint holds only the model.
     only_model = job.save_only_model and job.load_best_model_at_end
     if only_model and preset is not None and preset.traits.rejects_best_of_weights:
-        raise ToolkitError(
-            f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
-            hint="leave `--save_only_model` out",
-        )
+        what = f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}"
+        raise ToolkitError(what, hint="leave `--save_only_model` out")
     missing = missing_packages(job, on_cpu=on_cpu)
     if missing and here:
         raise missing[0]

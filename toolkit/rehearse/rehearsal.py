@@ -148,17 +148,14 @@ def _check_job(job: Job, preset: PresetSpec, *, world_size: int, on_cpu: bool, p
     if read_json(path := config_path(model, known=False)) is None:
         raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
     if job.load_in_4bit and not has_local_weights(model):
-        raise ToolkitError(
-            "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize",
-            hint="name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone",
-        )
+        what = "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize"
+        hint = "name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone"
+        raise ToolkitError(what, hint=hint)
     if job.dataset in ((), (SYNTHETIC,)):
         return
     if purpose == "trace":
-        raise ToolkitError(
-            "--dataset is not traced: fake tensors have shapes and no values",
-            hint="leave --dataset out, or leave --fake-tensors out",
-        )
+        what = "--dataset is not traced: fake tensors have shapes and no values"
+        raise ToolkitError(what, hint="leave --dataset out, or leave --fake-tensors out")
     check_dataset(job)
 
 
@@ -228,10 +225,8 @@ def refuse_rehearsals(folders: Sequence[Path]) -> None:
         rehearsed = (RunFolder(folder).read_run() or {}).get("rehearsal")
         if rehearsed:
             rank = f"rank {rehearsed['rank']} of {rehearsed['world_size']}"
-            raise ToolkitError(
-                f"{folder} is a rehearsal ({rank}): it has no speed and no loss",
-                hint="`toolkit train` or `toolkit compare` make runs",
-            )
+            what = f"{folder} is a rehearsal ({rank}): it has no speed and no loss"
+            raise ToolkitError(what, hint="`toolkit train` or `toolkit compare` make runs")
 
 
 def result_facts(run: Mapping[str, Any]) -> dict[str, Any]:

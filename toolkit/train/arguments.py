@@ -77,10 +77,8 @@ class LaunchContext:
                     f" or change `{WORLD_SIZE_VARIABLE}`",
                 )
             if started_by_torchrun and started is None and preset.traits.needs_launcher:
-                raise ToolkitError(
-                    f"{command.PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
-                    hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
-                )
+                what = f"{command.PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none"
+                raise ToolkitError(what, hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front")
             if started_by_torchrun:
                 os.environ.update(command.strategy_environment(preset, world_size=int(started or 1)))
             context = cls.of_preset(preset, int(requested or started or 0) or None)
@@ -202,10 +200,8 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     on_cpu = job.use_cpu or not torch.cuda.is_available()
     warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
     if job.async_save and launch.preset is None and not uses_fsdp():
-        raise ToolkitError(
-            "--async_save needs a preset whose ranks write their own shards, and this launch names no preset",
-            hint=f"leave it out, or `export {command.PRESET_VARIABLE}=fsdp2`",
-        )
+        what = "--async_save needs a preset whose ranks write their own shards, and this launch names no preset"
+        raise ToolkitError(what, hint=f"leave it out, or `export {command.PRESET_VARIABLE}=fsdp2`")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
     groups, ranks_per_batch = (world_size, 1) if layout is None else (layout.data_parallel_size, layout.ranks_per_batch)

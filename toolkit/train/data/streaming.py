@@ -182,10 +182,8 @@ class Lanes:
                 self.dropped[lane] += 1
                 # One epoch's rows may miss a lane.
                 if self.rows_per_epoch is not None and self.dropped[lane] >= 10 * self.rows_per_epoch:
-                    raise ToolkitError(
-                        f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows",
-                        hint="check that the answers are not empty, or raise `--max_seq_length`",
-                    )
+                    what = f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows"
+                    raise ToolkitError(what, hint="check that the answers are not empty, or raise `--max_seq_length`")
                 continue
             self.dropped[lane] = 0
             if not self.stream.packing:

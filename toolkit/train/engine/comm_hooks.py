@@ -31,10 +31,8 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         """Register the hook on the live model. Raises ToolkitError where DDP does not wrap it."""
         wrapped, job = uncompiled(self.trainer.model_wrapped), self.arguments
         if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-            raise ToolkitError(
-                f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
-                hint="`--preset ddp`, with two processes or more",
-            )
+            what = f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel"
+            raise ToolkitError(what, hint="`--preset ddp`, with two processes or more")
         state = None
         if job.ddp_comm_hook == "power_sgd":
             state = powerSGD_hook.PowerSGDState(

@@ -106,10 +106,8 @@ def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
 
     def read(tensor: str) -> torch.Tensor:
         if tensor not in stored:
-            raise ToolkitError(
-                f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs",
-                hint="`--preset fsdp2` loads it through transformers, which converts older names",
-            )
+            what = f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs"
+            raise ToolkitError(what, hint="`--preset fsdp2` loads it through transformers, which converts older names")
         return opened(stored[tensor].path).get_tensor(tensor)
 
     return read
