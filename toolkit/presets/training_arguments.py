@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engines import sharded_at_load, split_sequences
 from toolkit.engines.compiled_ops import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.engines.engine import ENGINE_VARIABLES
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero_process import join_group_on_cpu
 from toolkit.errors import ToolkitError

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.initialization import no_init_weights
 
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.live_engine import held_tensors
 from toolkit.engines.tensors import local_bytes
 from toolkit.errors import EXIT_DONE, ToolkitError

@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from toolkit.engines import fsdp2_on_cpu, zero_process
+from toolkit.engines import fsdp2, zero_process
 from toolkit.engines.compiled_ops import check_extensions_folder
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import compute_dtype
@@ -145,7 +145,7 @@ def set_up_libraries(progress: Progress) -> None:
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
-    fsdp2_on_cpu.enable_fsdp_on_cpu()
+    fsdp2.enable_fsdp_on_cpu()
     # As DeepSpeed's own launcher does: otherwise it runs `numactl` each time that it counts the devices of a CPU node.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *NVME_VARIABLES.values())]
