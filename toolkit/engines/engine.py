@@ -12,11 +12,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
+from toolkit.files.documents import read_table
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
+NO_OPTIMIZER: Mapping[str, Mapping[str, Sequence[str]]] = read_table(__file__, "no_optimizer")
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's default
 PARTS = ("parameter", "gradient", "optimizer")
 # accelerate's launcher sets one of these when its configuration file names an engine.
@@ -82,11 +84,14 @@ class Engine:
     no_comm_hook: str | None = "there is nothing to communicate"
     no_trace: str | None = None  # why it does not run on fake tensors
     no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
-    no_optimizer: Mapping[str, tuple[str, str]] = {}
-    """Name or library of an optimizer -> why it does not work, and what does."""
     fixed_accumulation: Mapping[str, str] = {
         "sharded": "every GPU holds all gradients, so a reduction in each accumulation step would save nothing"
     }
+
+    @property
+    def no_optimizer(self) -> Mapping[str, Sequence[str]]:
+        """Return why an optimizer, by its name or library, does not work, and what does."""
+        return NO_OPTIMIZER.get(self.name, {})
 
     def with_dimensions(self, names: Sequence[str]) -> Engine:
         """Return the engine that divides its ranks by these dimensions."""

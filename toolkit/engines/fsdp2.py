@@ -53,24 +53,6 @@ class FullyShard(Engine):
     autocasts = False  # the weights are bf16 where they are used
     rejects_best_of_weights = True
     no_comm_hook = "FSDP2 reduce-scatters gradients itself, without DDP's buckets"
-    # tests/train/test_training_methods.py shows these.
-    no_optimizer: Mapping[str, tuple[str, str]] = {
-        "bitsandbytes": (
-            "bitsandbytes' kernels take no DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
-        ),
-        "adafactor": (
-            "transformers' Adafactor makes plain tensors beside DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset ddp`",
-        ),
-        "apollo_torch": ("its random projections are plain tensors beside DTensors", "`--preset ddp`"),
-        "galore_torch": ("its SVD takes a matrix, and each rank has rows of one", "`--preset ddp`"),
-        "adagrad": (
-            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
-            "`--optim rmsprop`, or `--preset ddp`",
-        ),
-        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
-    }
 
     def sharded_parts(self, sharding: str) -> tuple[str, ...]:
         """Return all parts, also without resharding: gathered parameters live from forward to backward only."""

@@ -11,13 +11,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import LOADER
+from toolkit.files.documents import read_table
 from toolkit.versions import installed_version
 
 KNOWN_IN: Mapping[str, str] = {
@@ -66,9 +63,7 @@ OBSERVED_METHODS = (
 """Methods of the Trainer that the observer stands for."""
 
 _NOTED = [f"transformers.trainer:Trainer.{name}" for name in OBSERVED_METHODS if name.startswith("_")]
-_ROWS: dict[str, str] = dict.fromkeys(_NOTED, "the observer notes what passes") | yaml.load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=LOADER
-)
+_ROWS: dict[str, str] = dict.fromkeys(_NOTED, "the observer notes what passes") | read_table(__file__)
 SEAMS = tuple(Seam(name, why) for name, why in _ROWS.items())
 
 

@@ -139,24 +139,6 @@ class Zero(Engine):
         "sharded": "below ZeRO-2, gradients are reduced in the last accumulation step only",
         "whole": "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step",
     }
-    no_optimizer: Mapping[str, tuple[str, str]] = {
-        "adafactor": (
-            "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
-            "`--preset ddp`, or `--optim adamw_bnb_8bit`",
-        ),
-        "schedulefree": (
-            "its switch to evaluated weights reaches DeepSpeed's fp32 partitions, and not the weights",
-            "`--preset ddp`, or `--optim adamw_torch_fused`",
-        ),
-        "apollo_torch": ("DeepSpeed flattens parameters, and APOLLO projects matrices", "`--preset ddp`"),
-        "galore_torch": ("DeepSpeed flattens parameters, and GaLore projects matrices", "`--preset ddp`"),
-        "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
-        "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
-        "torchao": (
-            "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
-            "`--optim adamw_bnb_8bit`",
-        ),
-    }
 
     def preset_fields(
         self, config: Mapping[str, Any], settings: Mapping[str, Any], parallel: Sequence[str]

@@ -263,6 +263,12 @@ def read_configuration(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_table(module: str, name: str = "") -> Any:
+    """Return the YAML file beside a module of the toolkit, given as its `__file__`: of its name, or another."""
+    path = Path(module).with_suffix(".yaml")
+    return yaml.load((path.with_stem(name) if name else path).read_text(encoding="utf-8"), Loader=LOADER)
+
+
 def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
     """Return the value in a text that messages call `name`.
 

@@ -9,16 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import LOADER, read_json_object, unexpected
+from toolkit.files.documents import read_json_object, read_table, unexpected
 from toolkit.units import MIB
 
 CONFIG = "config.json"
-MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
-    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
-)
+MODEL_TYPES: dict[str, dict[str, str]] = read_table(__file__, "model_types")
 MISSING = object()
 # Word in a field's name -> largest value, about ten times that of the largest published models: anything above is a
 # typing error, or an attempt to exhaust the memory of whoever builds the model.

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, did_you_mean, shown
-from toolkit.files.documents import LOADER, unexpected
+from toolkit.files.documents import read_table, unexpected
 from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"
@@ -122,13 +120,12 @@ def _kind(words: str) -> ValueType:
 
 
 def _read_blocks() -> dict[str, dict[str, Types]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         program: {
             block: {key: kind for words, keys in table.items() for kind in [_kind(words)] for key in keys.split()}
             for block, table in blocks.items()
         }
-        for program, blocks in yaml.load(text, Loader=LOADER).items()
+        for program, blocks in read_table(__file__).items()
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toolkit.engines.ddp import Single
 from toolkit.engines.engine import Engine
 from toolkit.engines.registry import ENGINES
@@ -10,19 +12,8 @@ from toolkit.job.argument_values import nearest_word
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
 from toolkit.models.optimizers import OPTIMIZERS, why_not_planned
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer, preset_answer
+from toolkit.presets.layout_rules import RULES
 from toolkit.presets.spec import PresetSpec, default_accumulate
-
-_GPU_ONLY_METHODS = {
-    "use_liger_kernel": ("its kernels are written in Triton", "leave it out on a CPU"),
-    "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
-    "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
-}
-# Attention of which no operator's output can be kept for the backward pass.
-_NOTHING_TO_KEEP = {
-    "eager": "it has no kernel, whose output could be kept",
-    "flex_attention": "its compiled kernel was never run so",
-    "flash_attention_4": "its kernels are no operators of torch",
-}
 
 
 def freeze_and_train_only(case: Case) -> Answers:
@@ -38,7 +29,7 @@ def checkpointing_kind(case: Case) -> Answers:
     given = job.activation_checkpointing_kwargs or job.gradient_checkpointing_kwargs or {}
     without_sdpa = job.attn_implementation in (None, AUTO) and model is not None and not model.sdpa
     attention = "eager" if without_sdpa else str(job.attn_implementation)
-    nothing = _NOTHING_TO_KEEP.get(attention)
+    nothing = RULES["nothing_to_keep"].get(attention)
     refused = (
         (not job.uses_activation_checkpointing, f"without {option}: nothing is recomputed", f"add `{option} true`"),
         (job.activation_checkpointing_offload, f"with {option}_offload: its outputs would stay on the GPU", "use one"),
@@ -110,7 +101,7 @@ def chunked_with_liger(case: Case) -> Answers:
 
 
 def gpu_only_method(case: Case) -> Answers:
-    for name, (because, hint) in _GPU_ONLY_METHODS.items():
+    for name, (because, hint) in RULES["gpu_only"].items():
         if case.on_cpu and case.uses(name):
             yield job_answer(f"--{name} needs a GPU: {because}", hint)
 
@@ -260,7 +251,7 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
         yield why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
 
 
-def _no_optimizer(engine: Engine, optim: str) -> tuple[str, str] | None:
+def _no_optimizer(engine: Engine, optim: str) -> Sequence[str] | None:
     answers = engine.no_optimizer
     return answers.get(optim) or answers.get(optimizer_library(optim))
 
