@@ -6,8 +6,6 @@
 JSON lists, JSONL, CSV and Parquet are all streamed, so checking the first 32 MiB costs the same for any file size.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import csv

@@ -7,8 +7,6 @@
 A key whose value is None counts as missing, because Arrow adds such keys to rows that lack them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Read text files of rows: lines, and one long JSON list element by element. A syntax error has a row and a line."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

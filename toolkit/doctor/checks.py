@@ -8,8 +8,6 @@ A check is a function named like the check; its docstring says what it looks at:
 The list in docs/how-to/doctor.md is generated from the registered checks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

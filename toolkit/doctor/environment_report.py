@@ -4,8 +4,6 @@ Whatever cannot be read is None. No secret is in a report: variables with a toke
 set, and their values are removed wherever else they occur.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Run the checks of a node and show what was found; compare the reports of several nodes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

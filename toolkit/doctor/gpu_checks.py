@@ -3,8 +3,6 @@
 One H200 has confirmed the readings; faults and NVLink are from NVML's documentation.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import combinations

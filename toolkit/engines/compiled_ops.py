@@ -1,7 +1,5 @@
 """DeepSpeed's compiled ops in the cache folder: one copy for each environment and CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

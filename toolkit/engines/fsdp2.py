@@ -1,7 +1,5 @@
 """FSDP2: torch's `fully_shard`, as accelerate's plugin calls it, or transformers while it loads a model."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The live half of an engine: found by what wraps the model, never by the configuration that made it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.engines import tensors, zero_live

@@ -1,7 +1,5 @@
 """What an engine decides of a plan: the bytes that one rank holds and sends, and what of a job decides them."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 

@@ -5,8 +5,6 @@ The metadata of a distributed checkpoint is a bare pickle of newer opcodes, whic
 `read_dcp_metadata` reads it with one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

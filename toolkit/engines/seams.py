@@ -6,8 +6,6 @@ installed versions, and refuses a private name in `toolkit/` that has no row. So
 to look through before it is used.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Read a model that DDP, FSDP2 (`fully_shard`) or nothing wraps: what it holds and what ranks send, live."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO: flat partitions of optimizer states, gradients and parameters, with offload."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

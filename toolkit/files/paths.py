@@ -1,7 +1,5 @@
 """Paths that a user wrote, paths as others may read them, and the folder of the toolkit's cache."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

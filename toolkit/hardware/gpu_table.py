@@ -9,8 +9,6 @@ Memory is the smallest total that torch reports for the card in public out-of-me
 table is `gpu_table.csv`, a row per GPU with its source.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -25,8 +25,6 @@ layer saves its own bf16 copy of its input and of its weight. With adapters, the
 adapters' own weights are copied.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer, oft_fixed_bytes, rotations

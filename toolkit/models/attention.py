@@ -5,8 +5,6 @@ which no flash kernel accepts. Functions of variable length take the lengths of 
 document alone: flash attention, and `sdpa_varlen`, the toolkit's own (`toolkit/train/model/varlen_attention.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 transformers builds one module per layer, checks few values, and fetches an attention kernel that the file names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

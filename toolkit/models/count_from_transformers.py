@@ -11,8 +11,6 @@ rows twice as long. A third length is run for a model with a storage that does n
 the same, except the first layer, so only as many layers are run as it takes to meet each kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -3,8 +3,6 @@
 `tests/models/test_read_model.py` compares every architecture with transformers, tensor by tensor.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from toolkit.errors import ToolkitError

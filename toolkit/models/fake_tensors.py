@@ -9,8 +9,6 @@ Each storage counts once, by the phase that made it: bytes are those requested, 
 fragmentation. Written for torch 2.13 and transformers 5.23.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -11,8 +11,6 @@ positions of a batch have their true values. What follows from weights has none;
 read such values to log them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import sys

@@ -8,8 +8,6 @@ used. What its layers save is scaled from the nearest counted size, by the width
 writes it): by these, the configuration that a hub or a fine-tune stores is known to be of the same model.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ A multiply-add is two operations. Norms, activation functions, softmax and the o
 published figures (PaLM, appendix B, https://arxiv.org/abs/2204.02311).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.models.shape import ModelShape

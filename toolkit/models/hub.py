@@ -1,7 +1,5 @@
 """A hub model's config.json, by the standard library alone: planning a model needs no client of the hub."""
 
-from __future__ import annotations
-
 import os
 import re
 import urllib.error

@@ -1,7 +1,5 @@
 """The tensors of a job: what is trained, what is frozen, and how it is stored."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ allocates at once. Read in flash-linear-attention (`ops/gated_delta_rule/chunk.p
 of summer 2026.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

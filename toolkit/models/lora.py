@@ -9,8 +9,6 @@ none. For architectures with formulas, the adapters are worked out here; for all
 `tests/models/test_lora.py` compares all of it with the adapters that peft makes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any

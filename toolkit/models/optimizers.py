@@ -9,8 +9,6 @@ optimizer of transformers runs too, and is neither planned nor verified by name:
 Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and torchao 0.18.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

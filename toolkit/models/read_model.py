@@ -7,8 +7,6 @@ on the configuration, on the counting code and on the installed libraries only, 
 takes too long, another size of the same family that was counted is scaled (`toolkit.models.families`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -5,8 +5,6 @@ The part of a rank is read from transformers' plans for the architecture (5.23, 
 is the head, whatever the plan says (`distributed/mixin.py`, `init_parallel_plans`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

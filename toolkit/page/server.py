@@ -5,8 +5,6 @@ other users of the node, to pages of other addresses (`Origin`), and under other
 somebody else's domain may have (DNS rebinding).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

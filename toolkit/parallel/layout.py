@@ -8,8 +8,6 @@ A preset's file names the dimensions (`parallel`, from the outermost to the inne
 and are given on the command line. The ranks that remain are data parallel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

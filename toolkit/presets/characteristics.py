@@ -12,8 +12,6 @@ steps: what the run-time verification counts. With N ranks, each engine pads its
 - FSDP2 cuts the first dimension into N parts, so the first ranks hold ceil(d/N) of its d rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A rule is a generator function of a `Case` that yields where it objects; `toolkit.presets.support` lists them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal

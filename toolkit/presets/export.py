@@ -7,8 +7,6 @@ distributed_type: MULTI_GPU
 mixed_precision: bf16
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

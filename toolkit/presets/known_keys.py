@@ -9,8 +9,6 @@ the launcher, accelerate and DeepSpeed. `tests/presets/test_known_keys.py` compa
 installed libraries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

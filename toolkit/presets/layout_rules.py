@@ -1,7 +1,5 @@
 """Compatibility rules of tensor, expert, context, sequence and pipeline parallelism, and of the world size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """Compatibility rules of training methods: freezing, QLoRA, optimizers, attention, accumulation, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from toolkit.engines.ddp import Single

@@ -3,8 +3,6 @@
 `tests/lint/test_library_behaviour.py` checks that the installed libraries refuse them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from toolkit.files.documents import read_table

@@ -3,8 +3,6 @@
 The files stay the only source of truth: `toolkit.presets.preset.read_preset` derives a spec from them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

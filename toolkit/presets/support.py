@@ -8,8 +8,6 @@ planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit 
     warnings = check_arguments(job, preset, num_processes=2, on_cpu=True)  # and what the preset sets or does not read
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 

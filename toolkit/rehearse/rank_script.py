@@ -4,8 +4,6 @@ It is `toolkit.train.script` with other parts: the same arguments, run folder, e
 none is given, random weights where there are none, and a summary of what this rank held instead of a trained model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any

@@ -8,8 +8,6 @@ rehearsal is a result of training: its collectives move nothing, so losses mean 
 run.json has `rehearsal`, by which every reader of run folders recognizes it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

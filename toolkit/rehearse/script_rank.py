@@ -5,8 +5,6 @@ its models are made from their `config.json` without weights, and one optimizer 
 script would do after that training is left out, as in a trial of a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The report of a simulation: the same tables and notes in the terminal and on a page, which also has charts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ With a model, its gradients are all-reduced in a ring as `toolkit plan` does, at
 (`toolkit.plan.interconnect`), with nothing overlapped.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 All of it is read from the run folder. Of a local path only the last name is shown: the card may be published.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

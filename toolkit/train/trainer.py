@@ -1,7 +1,5 @@
 """transformers' Trainer for the script's data, losses and checkpoints, built and observed for a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 [3, 1, 2, 0, 4, 3]
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from itertools import accumulate, chain, cycle, islice, pairwise

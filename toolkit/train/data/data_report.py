@@ -1,7 +1,5 @@
 """Statistics of the tokenised rows, printed before training starts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby

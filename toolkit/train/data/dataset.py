@@ -1,7 +1,5 @@
 """Training and evaluation data of a run, from the data arguments, as a Trainer takes them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

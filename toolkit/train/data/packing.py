@@ -8,8 +8,6 @@ flex). Attention of variable length (flash attention, `sdpa_varlen`) takes the l
 `verify_packing` verifies it on the live model.
 """
 
-from __future__ import annotations
-
 import inspect
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence

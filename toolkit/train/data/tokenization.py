@@ -4,8 +4,6 @@ Labels follow the template's `{% generation %}` marks, or character spans of the
 where the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """DDP's gradient communication hooks, torch's own: registered, and read back once DDP has called them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

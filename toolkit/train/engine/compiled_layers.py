@@ -4,8 +4,6 @@
 `compile_regions` compiles embedding, norm and head too under DDP, and leaves `_orig_mod.` in the parameters' names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

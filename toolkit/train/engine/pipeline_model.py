@@ -5,8 +5,6 @@ belong to other stages are taken out of the model before it has weights. Each ra
 Training goes through `PipelineTrainer`; called as a module, the pipeline computes one batch without gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

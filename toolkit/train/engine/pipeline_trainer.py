@@ -6,8 +6,6 @@ loss. Everything around the step stays the Trainer's: the order of the rows, opt
 evaluation, and when a checkpoint is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

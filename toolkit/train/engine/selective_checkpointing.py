@@ -5,8 +5,6 @@ the last two saves the second run of the kernel (DistFlashAttn, https://arxiv.or
 selective checkpointing keeps them by operator, as torchtitan's mode `selective` does, beside matrix products.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

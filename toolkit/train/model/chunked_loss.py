@@ -6,8 +6,6 @@ torch's `linear_cross_entropy` (2.13) works the same way for a plain linear head
 bf16 and takes neither soft-capped logits nor label smoothing; Liger's needs a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -1,7 +1,5 @@
 """Load the model and its tokenizer: trained weights in fp32, frozen ones in the compute dtype."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence
