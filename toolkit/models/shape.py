@@ -252,10 +252,5 @@ def linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Layer:
     return (weight, Tensor(name=f"{name}.bias", shape=(rows,))) if bias else (weight,)
 
 
-def layer_norm(name: str, width: int) -> Layer:
-    """Return weight and bias of a LayerNorm."""
-    return (Tensor(name=f"{name}.weight", shape=(width,)), Tensor(name=f"{name}.bias", shape=(width,)))
-
-
 def _elements(layer: Layer) -> int:
     return sum(tensor.num_elements for tensor in layer)
