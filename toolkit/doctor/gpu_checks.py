@@ -19,8 +19,7 @@ from toolkit.versions import is_importable
 XID_CATALOG = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html"
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
-# A limit or a rate that is lower by less than this is rounding.
-LIMIT_TOLERANCE = 0.02
+LIMIT_TOLERANCE = 0.02  # a limit or a rate that is lower by less than this is rounding
 # Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
 UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
 PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0

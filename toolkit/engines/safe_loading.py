@@ -42,8 +42,7 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 NEVER_LOADED = ("training_args.bin",)
 MAX_METADATA_BYTES = 512 * 2**20
 _AGAIN = "copy or download it again"
-# A tensor described as fp32 may be stored in 8 bits (torchao's optimizer states).
-EXPANSION = 4
+EXPANSION = 4  # a tensor described as fp32 may be stored in 8 bits (torchao's optimizer states)
 
 
 def check_checkpoint(folder: Path) -> None:

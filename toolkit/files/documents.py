@@ -114,10 +114,8 @@ class Limits:
             raise OverLimit(f"{name} is nested more than {self.depth} deep, deeper than any file of its kind")
 
 
-# A configuration has a few hundred values, four levels deep.
-CONFIGURATION = Limits(values=20_000, depth=40)
-# Results of a long comparison, and the index of a large model's shards.
-RECORDS = Limits(values=5_000_000, depth=64)
+CONFIGURATION = Limits(values=20_000, depth=40)  # a configuration has a few hundred values, four levels deep
+RECORDS = Limits(values=5_000_000, depth=64)  # results of a long comparison, and the index of a large model's shards
 # transformers writes 10**30 as the `model_max_length` of a tokenizer that has none.
 TOKENIZER = Limits(values=5_000_000, depth=64, integer_bits=128)
 

@@ -22,8 +22,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 
 HIDDEN = "***"
-# A shorter value may be an ordinary word, and would hide unrelated text.
-MIN_SECRET_CHARACTERS = 8
+MIN_SECRET_CHARACTERS = 8  # a shorter value may be an ordinary word, and would hide unrelated text
 # Values by position of the training arguments that are `***` on the command line, as JSON.
 SECRETS_VARIABLE = "TOOLKIT_SECRET_ARGUMENTS"
 

@@ -37,8 +37,7 @@ THROTTLES = {
 }
 
 ON_CPU_MESSAGE = "no GPU is visible: training on the CPU"
-# Enough for every preset's communication to take place.
-CPU_PROCESSES = 2
+CPU_PROCESSES = 2  # enough for every preset's communication to take place
 
 
 def count_gpus() -> int:

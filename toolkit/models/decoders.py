@@ -1,4 +1,4 @@
-"""Tensors of decoders by formula: those that follow Llama's layout by their differences, others module by module, as rows of `decoders.yaml`.
+"""Tensors of decoders by formula: those like Llama by their differences, others module by module (`decoders.yaml`).
 
 `tests/models/test_read_model.py` compares every architecture with transformers, tensor by tensor.
 """

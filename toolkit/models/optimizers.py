@@ -19,8 +19,7 @@ FP32_BYTES = 4
 MIN_QUANTIZED_ELEMENTS = 4096
 # Elements that share one fp32 scale: bitsandbytes' `blocksize`; torchao's, as transformers sets it for 4 and 8 bits.
 BLOCK_ELEMENTS = 256
-# The toolkit's own name: transformers has no Muon.
-MUON = "muon"
+MUON = "muon"  # the toolkit's own name: transformers has no Muon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

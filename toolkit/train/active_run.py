@@ -107,8 +107,7 @@ def open_run(
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
-    # Not after an error: another rank may be waiting in a collective, and its swap files may still be read.
-    barrier()
+    barrier()  # not after an error: another rank may be waiting in a collective, and its swap files may still be read
     if progress.swap_folder is not None and training.local_process_index == 0:
         shutil.rmtree(progress.swap_folder, ignore_errors=True)
     if dist.is_initialized():

@@ -265,8 +265,7 @@ def _resolved(
         attention = job.attn_implementation or training_arguments.SDPA
         if parallelism := training_arguments.parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
             values, job = values | parallelism, replace(job, attn_implementation=attention)
-    # One switch means the same under every engine.
-    offload = job.activation_checkpointing_offload
+    offload = job.activation_checkpointing_offload  # one switch means the same under every engine
     if job.uses_activation_checkpointing and preset is not None and preset.traits.uses_fsdp_plugin:
         # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
