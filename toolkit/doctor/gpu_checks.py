@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_table
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.system_text import entries_of, output_of
@@ -89,21 +90,11 @@ def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC, gpu=gpu)
 
 
-# -- Xid errors: codes, level and action by what the catalog asks for, on Ampere and newer GPUs
+# -- Xid errors
 
 LOOK_UP = (WARNING, f"look it up: {XID_CATALOG}")
-XID_ACTIONS = {
-    code: (level, action)
-    for codes, level, action in (
-        ((79,), ERROR, "reboot the node; if it returns, replace the GPU"),
-        ((46, 48, 62, 64, 95, 109, 119, 120, 140, 143, 154), ERROR, "reset the GPU: `nvidia-smi -r`, or reboot"),
-        ((74, *range(144, 151), 155), ERROR, "NVLink: reset all GPUs of the node, or reboot"),
-        ((94,), WARNING, "restart the job; if it returns on this GPU, report the GPU"),
-        ((13, 31, 69, 137), WARNING, "look for the fault in the job: `compute-sanitizer`, or CUDA_LAUNCH_BLOCKING=1"),
-        ((43, 45, 63, 92), NOTE, "nothing: the driver dealt with it"),
-    )
-    for code in codes
-}
+_XIDS = read_table(__file__, "tables")["xids"]
+XID_ACTIONS = {code: (level, action) for level, action, codes in _XIDS for code in codes}
 XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 

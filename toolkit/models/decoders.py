@@ -3,7 +3,7 @@
 `tests/models/test_read_model.py` compares every architecture with transformers, tensor by tensor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ class LlamaVariant:
     output_bias: str | bool = False
     mlp_bias: str | bool = False
     qk_norm: str | None = None  # `head`: as wide as one head; `full`: as wide as all heads together
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm_parts: tuple[str, ...] = ("weight",)
+    norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm")
+    norm_parts: Sequence[str] = ("weight",)
     final_norm: bool = True
     head_dim: int | None = None  # default where the configuration gives none; None: hidden size over heads
     num_kv_heads: int | None = None  # default where the configuration gives none; None: as many as attention heads
@@ -32,16 +32,13 @@ class LlamaVariant:
     experts: str | None = None  # `mixtral`, `qwen2_moe` or `qwen3_moe`
     attention: str = "sdpa"
     activation: str = "silu"
-    unsupported_flags: tuple[str, ...] = ()
+    unsupported_flags: Sequence[str] = ()
     """Options that change the tensors in ways not covered here: transformers builds the model then."""
 
 
-_TABLES = read_table(__file__)
-LLAMA_FAMILY = {
-    name: LlamaVariant(**{field: tuple(value) if isinstance(value, list) else value for field, value in row.items()})
-    for name, row in _TABLES["llama_family"].items()
-}
-OTHER_DECODERS: dict[str, dict[str, Any]] = _TABLES["others"]
+_TABLES: dict[str, dict[str, Any]] = read_table(__file__)
+LLAMA_FAMILY = {name: LlamaVariant(**row) for name, row in _TABLES["llama_family"].items()}
+OTHER_DECODERS = _TABLES["others"]
 WITH_BIAS = ("norm", "conv1d", "biased", "biased_head")
 
 

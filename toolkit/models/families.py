@@ -104,11 +104,6 @@ def decides(path: str) -> bool:
     return not (name in NO_DIMENSIONS or name in DEPTHS or name in (*FIRST_LAYERS, TIED) or HARMLESS.search(name))
 
 
-def is_size(path: str, value: Any) -> bool:
-    """Return True for a size that `tests/scripts/family_terms.py` doubles."""
-    return type(value) is int and value > 0 and decides(path)
-
-
 def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any], str] | None:
     """Return what transformers would count of a configuration, and the size that its activations are scaled from.
 

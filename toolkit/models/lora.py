@@ -146,9 +146,8 @@ def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
     if not chosen:
         linear = (tensor.name for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
         known = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in linear})
-        raise ToolkitError(
-            f"no linear layer of {shape.model_type} is named {', '.join(names)}", hint=f"one of {', '.join(known)}"
-        )
+        what = f"no linear layer of {shape.model_type} is named {', '.join(names)}"
+        raise ToolkitError(what, hint=f"one of {', '.join(known)}")
 
 
 def _chosen(shape: ModelShape, adapters: Iterable[Adapter], rank: int, targets: tuple[str, ...]) -> Layer:

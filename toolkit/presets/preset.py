@@ -193,9 +193,8 @@ def _named_json(named: str, path: Path) -> Path:
     tried = [folder / relative for folder in (path.resolve().parent.parent, path.resolve().parent, Path.cwd())]
     found = next(filter(is_file, tried), None) or next(filter(os.path.lexists, tried), None)
     if found is None:
-        raise ToolkitError(
-            f"{path}: deepspeed_config_file {shown(named)} does not exist", hint=f"tried {tried[0]} first"
-        )
+        what = f"{path}: deepspeed_config_file {shown(named)} does not exist"
+        raise ToolkitError(what, hint=f"tried {tried[0]} first")
     return Path(os.path.realpath(found))
 
 

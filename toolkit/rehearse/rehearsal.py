@@ -72,9 +72,8 @@ def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: 
     check_range("--num-processes", world_size, Range(lowest=1, highest=LARGEST_WORLD_SIZE))
     check_supported(preset, world_size=world_size, purpose=purpose)
     if not 0 <= rank < world_size:
-        raise ToolkitError(
-            f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}", hint="`--rank 0`"
-        )
+        what = f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}"
+        raise ToolkitError(what, hint="`--rank 0`")
 
 
 def plan_rehearsal(

@@ -104,9 +104,8 @@ def check_model_packs(model: Any) -> None:
     """Raise ToolkitError for an architecture without position ids: its documents would attend to each other."""
     plain = without_adapters(model)
     if "position_ids" not in inspect.signature(plain.forward).parameters:
-        raise ToolkitError(
-            f"{type(plain).__name__} cannot isolate packed rows: it takes no position ids", hint=UNPACKABLE_HINT
-        )
+        what = f"{type(plain).__name__} cannot isolate packed rows: it takes no position ids"
+        raise ToolkitError(what, hint=UNPACKABLE_HINT)
 
 
 DOCUMENT_TOKENS = (19, 26, 13)  # of the test documents: two share a pack, the third has its own, which adds padding
