@@ -107,7 +107,6 @@ def config_error(name: str, config: str | None, known: Sequence[str], *, option:
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
-    """Configurations in the README.md of a copied hub data set; empty if it names none."""
     card = folder / DATASET_CARD
     try:
         header = re.match(r"---\n(.*?)\n---", read_text(card, max_bytes=MAX_CARD_BYTES), re.DOTALL)

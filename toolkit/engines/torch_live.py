@@ -194,7 +194,6 @@ def _sharding(groups: list[Any], parameters: list[Any]) -> str:
 
 
 def _data_parallel(parameter: Any) -> list[tuple[Any, int]]:
-    """The placement of a parameter on each dimension of its mesh that is data parallel, and that dimension's size."""
     placements = getattr(parameter, "placements", ())
     if not placements:
         return []

@@ -342,7 +342,6 @@ def _zero3_states(settings: EngineSettings, weights: JobWeights, optimizer: Opti
 
 
 def _flat_state_bytes(settings: EngineSettings, optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
-    """Master weights and states of DeepSpeed's flat partitions, one per parameter group."""
     held = [UpdatedTensor(shape=(elements,)) for elements in partitions if elements]
     states = optimizer.state_bytes(held)
     states = states * settings.state_bytes // FP32_BYTES if optimizer.follows_weights else states

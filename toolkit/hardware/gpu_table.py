@@ -165,7 +165,6 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
 
 
 def _say_which_memory(name: str, gpu: Gpu) -> None:
-    """Name the other memory of cards with this name, where the name does not say which one is meant."""
     size = re.search(r"(\d+)gb$", gpu.name)
     if gpu.other_gb and not (size and size[1] in name):
         other = known_gpu(f"{name}-{gpu.other_gb}gb")

@@ -352,7 +352,6 @@ class Activations:
         return (4 + (normalised if self.lora_r is None else 0)) * width
 
     def _norms(self, kind: Layer) -> int:
-        """Norms of the hidden width, and those of query and key: in fp32, with one statistic for what is normed."""
         shape, hidden = self.shape, self.shape.hidden_size
         weights = (tensor for tensor in kind if len(tensor.shape) == 1 and tensor.name.endswith(".weight"))
         norms = [tensor for tensor in weights if not tensor.has_weight_decay]

@@ -279,7 +279,6 @@ def check_layers(model: Any) -> None:
 
 
 def _kind_of_each_layer(model: Any) -> list[str]:
-    """Each layer's tensors and its type in the configuration, as text."""
     layers = list(decoder_layers(model).values())
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)

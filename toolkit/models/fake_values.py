@@ -106,7 +106,6 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
         return False, None
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute the values of a result that follow from known ones, and forget those that were overwritten."""
         fakes = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         computed, values = False, None
         if fakes and all(fake.numel() <= LARGEST_KNOWN and fake.device.type == "cpu" for fake in fakes):

@@ -162,7 +162,6 @@ def _matches(name: str, targets: Collection[str]) -> bool:
 
 
 def _parameter_names(shape: ModelShape, targets: tuple[str, ...]) -> list[str]:
-    """The targets by the names that they have under transformers 5."""
     renamed = _renamed_targets(shape)
     old_names = {target: next((old for old in renamed if _matches(target, (old,))), None) for target in targets}
     given = {old for old in old_names.values() if old is not None}

@@ -114,7 +114,6 @@ def _counted_or_scaled(counted: Any, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _scaled_from_family(values: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of another size of a family that was counted; None where no such family has these tensors."""
     result = family_count(values, itertools.chain(*_counted_folders().values()))
     return None if result is None else replace(shape_from_counted(result[0]), scaled_from=result[1])
 
@@ -127,7 +126,6 @@ def bundled_count(values: Mapping[str, Any]) -> Path | None:
 
 @functools.cache
 def _counted_folders() -> Mapping[str, list[Path]]:
-    """The folders of counted models by model type."""
     folders: dict[str, list[Path]] = {}
     for path in known_models().values():
         if path.with_name(COUNTED).exists():
@@ -362,7 +360,6 @@ def config_path(model: str, *, known: bool = True) -> Path:
 
 
 def _guess(name: str) -> str | None:
-    """Return a question about the known model that a name may be of, or None."""
     names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
     # a typing error changes no number: with another one it is another size or generation
     same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]

@@ -119,7 +119,6 @@ def _fewest_gpus(model: str, options: PlanOptions) -> dict[str, int | None]:
 
 
 def _gpu_groups() -> list[tuple[str, list[Gpu]]]:
-    """Return the GPUs by vendor, those with the most memory first; at the end those without bf16."""
     groups: dict[str, list[Gpu]] = {"NVIDIA": [], "AMD": [], "without bf16": []}
     for gpu in sorted(GPUS, key=lambda gpu: -gpu.memory_gib):
         vendor = "AMD" if gpu.other_names.startswith("AMD") else "NVIDIA"

@@ -163,7 +163,6 @@ def attention_model(case: Case) -> Answers:
 
 
 def _working_attention(case: Case) -> str:
-    """Name the functions that run on every device."""
     model = case.model.attention
     names = (VARLEN, "sdpa") if model is None else model.working
     working = [name for name in names if case.job.packing or name != VARLEN]

@@ -172,7 +172,6 @@ def _engine(config: dict[str, Any], path: Path) -> tuple[Engine, tuple[str, ...]
 
 
 def _read_settings(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], Path | None, str | None]:
-    """DeepSpeed's settings, their JSON, and their text where the YAML has them itself."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
         what = f"{path}: deepspeed_config names no deepspeed_config_file"

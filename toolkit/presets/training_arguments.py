@@ -212,7 +212,6 @@ def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[
 
 
 def _refuse_late_call(preset: PresetSpec) -> None:
-    """Refuse a process in which something was set up for another strategy: an engine, a process group, a model."""
     first = "call `training_arguments` first, before a model is loaded or an Accelerator is made"
     if _presets_in_effect:
         active = next(iter(_presets_in_effect)).stem

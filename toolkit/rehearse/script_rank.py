@@ -270,7 +270,6 @@ class FakeModels:
         return fake
 
     def _fake(self, model: Any) -> None:
-        """Replace what the script made of real tensors: a model by its constructor, adapters, buffers."""
         made: dict[int, Any] = {}
         for module in model.modules():
             for key, real in module._parameters.items():

@@ -150,7 +150,6 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
 
 
 def _prepared_checkpoint(arguments: Arguments, target: resume.TrainingRun | None) -> Checkpoint | None:
-    """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     job, output_dir = arguments.job, Path(arguments.training.output_dir)
     if str(job.resume_from_checkpoint).lower() in checkpoints.LATEST_WORDS:
         checkpoints.remove_unfinished(output_dir)
@@ -167,7 +166,6 @@ def _prepared_checkpoint(arguments: Arguments, target: resume.TrainingRun | None
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
-    """Return what run.json records of the script's arguments before the first step."""
     preset, args, training = run.launch.preset, run.arguments, run.arguments.training
     names = ["seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size"]
     names += ["gradient_accumulation_steps", "mixed_precision", "optim", "lr_scheduler_type"]

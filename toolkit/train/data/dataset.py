@@ -79,8 +79,6 @@ def load_data(
 
 
 class _Loader:
-    """Makes data sets of rows, for one tokenizer and the arguments of a run."""
-
     def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
         self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)

@@ -174,7 +174,6 @@ def _losses(trainer: Any, *packs: list[list[int]]) -> Sequence[torch.Tensor]:
 
 @contextmanager
 def _recorded_masks() -> Iterator[list[Any]]:
-    """Record every mask that transformers makes, by whichever attention function asks for it."""
     functions, masks = dict(AttentionMaskInterface._global_mapping), []
 
     def recorded(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -282,8 +282,6 @@ def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_seq_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chat:
-    """A conversation, and the tokenizer whose template renders it."""
-
     tokenizer: Any
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None

@@ -169,7 +169,6 @@ class PipelineTrainer(SupervisedTrainer):
         return found or [torch.zeros((), device=self.model.device) for _ in batches]
 
     def _build(self, shape: tuple[int, ...]) -> None:
-        """Make the schedule and its buffers: they are of one shape."""
         self.schedule = None  # frees the buffers of the shape before
         width, name = self.model.config.get_text_config().hidden_size, self.model.settings.schedule
         tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")
