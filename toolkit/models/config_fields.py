@@ -50,11 +50,8 @@ class ConfigFields:
 
     def fraction(self, name: str, *, default: float) -> float:
         """Return a number from 0 to 1."""
-
-        def is_fraction(value: Any) -> bool:
-            return type(value) in (int, float) and 0 <= value <= 1
-
-        return float(self._checked(name, is_fraction, "a number from 0 to 1", default))
+        expected = "a number from 0 to 1"
+        return float(self._checked(name, lambda x: type(x) in (int, float) and 0 <= x <= 1, expected, default))
 
     def text(self, *names: str, default: str) -> str:
         """Return the text under the first of the names that is present."""

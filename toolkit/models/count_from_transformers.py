@@ -120,7 +120,7 @@ def describe_activations(config: Any, kinds: list[str]) -> dict[str, Any]:
     """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
     rows, reason = [], None
     try:
-        rows = _rows_of_both(config, kinds)
+        rows = [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
     except Exception as error:  # whatever an arbitrary architecture does with values that are not there
         signal.setitimer(signal.ITIMER_PROF, 0)
         reason = _first_line(error)
@@ -255,10 +255,6 @@ def describe_tensors(model: Any) -> dict[str, Any]:
 def _first_integer(config: Any, *names: str) -> int | None:
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
-
-def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
-    return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
 
 
 def decoder_layers(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ of summer 2026.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,10 +62,6 @@ def _delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, *, attentio
         return torch.empty_like(value), saved, buffers
 
     return _Kernel.apply(made, query, key, value, g, beta), None
-
-
-def _kimi_delta_rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **options: Any) -> Any:
-    return _delta_rule(query, key, value, g, beta, attention_matrices=2, **options)
 
 
 def _convolution(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
@@ -157,7 +154,7 @@ class _Projection(torch.autograd.Function):  # type: ignore[misc]
 # By the names of the functions in transformers 5.23 whose place the kernels take (`use_kernel_func_from_hub_…`).
 STAND_INS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _kimi_delta_rule,
+    "chunk_kimi_delta_attention": functools.partial(_delta_rule, attention_matrices=2),
     "causal_conv1d_fn": _convolution,
     "mamba2_split_conv1d_scan_combined": _mamba2,
     "mamba_selective_scan": _selective_scan,
