@@ -45,8 +45,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
-from toolkit.models.kernel_stand_ins import with_kernels
+from toolkit.models.fake_tensors import LiveMemory, as_on_gpu, with_kernels
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSORS
 from toolkit.models.shape import COUNTED_PARTS, TOWER

@@ -287,6 +287,6 @@ def _training_arguments(values: dict[str, Any]) -> TrainingArguments:
     for name, value in list(vars(training).items()):
         if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
             setattr(training, name, UnwrittenText(value))
-    # the decoder layers are compiled one by one (`engine.compiled_layers`); the Trainer would compile the model
+    # the decoder layers are compiled one by one (`engine.layers`); the Trainer would compile the model
     training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
     return training

@@ -18,8 +18,7 @@ from toolkit.models.attention import needs_no_mask
 from toolkit.observe.batches import BATCH_FACTS, IGNORED, ObservedCollator
 from toolkit.observe.verify.differences import differences
 from toolkit.record.reading import RankReading
-from toolkit.train.data.collation import PackCollator, batch_facts
-from toolkit.train.data.packing import OpenPacks, PackedRows, best_fit, check_model_packs, joined, verify_packing
+from toolkit.train.data import collation
 from toolkit.train.model.varlen_attention import register
 from toolkit.train.trainer import expected_readings
 
@@ -37,22 +36,22 @@ ROWS = [row(0, 3), row(1, 5), row(2, 2), row(3, 4)]
 def test_every_row_is_in_one_pack_and_no_pack_is_too_long() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(1, 512) for _ in range(2000)]
-    packs = best_fit(lengths, max_seq_length=512)
+    packs = collation.best_fit(lengths, max_seq_length=512)
     assert sorted(index for pack in packs for index in pack) == list(range(2000))
     assert max(sum(lengths[index] for index in pack) for pack in packs) <= 512
     assert len(packs) <= 1.02 * sum(lengths) / 512  # observed: 1.004
-    assert best_fit([7, 7], max_seq_length=7) == [[0], [1]]
+    assert collation.best_fit([7, 7], max_seq_length=7) == [[0], [1]]
     # A pack concatenates its rows.
-    packed = PackedRows(datasets.Dataset.from_list(ROWS), max_seq_length=7)
+    packed = collation.PackedRows(datasets.Dataset.from_list(ROWS), max_seq_length=7)
     assert (packed.packs, packed.fill_fraction) == ([[1, 2], [3, 0]], 1.0)
-    assert packed[0] == joined([ROWS[1], ROWS[2]])
+    assert packed[0] == collation.joined([ROWS[1], ROWS[2]])
     assert (packed[0]["documents"], packed[0]["rows"]) == ([5, 2], [1, 2])
 
 
 @pytest.mark.parametrize("one_row", [False, True])
 def test_positions_restart_with_each_document_whose_first_token_is_not_a_target(tokenizer: Any, one_row: bool) -> None:
-    packs = [joined([ROWS[0], ROWS[2]]), joined([ROWS[2]])]
-    batch = ObservedCollator(PackCollator(tokenizer, one_row=one_row), batch_facts)(packs)
+    packs = [collation.joined([ROWS[0], ROWS[2]]), collation.joined([ROWS[2]])]
+    batch = ObservedCollator(collation.PackCollator(tokenizer, one_row=one_row), collation.batch_facts)(packs)
     positions, labels = [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]], [[IGNORED, 101, 102, IGNORED, 301], [IGNORED, 301]]
     if one_row:  # lengths, and no padding
         positions, labels = [[0, 1, 2, 0, 1, 0, 1]], [labels[0] + labels[1]]
@@ -68,9 +67,9 @@ def test_positions_restart_with_each_document_whose_first_token_is_not_a_target(
 def test_open_packs_lose_no_row_of_a_stream() -> None:
     rng = random.Random(0)
     rows = [row(number, rng.randint(1, 40)) for number in range(300)]
-    stream = OpenPacks(max_seq_length=64, at_most=4)
+    stream = collation.OpenPacks(max_seq_length=64, at_most=4)
     given = [pack for pack in map(stream.add, rows) if pack is not None]
-    packs = [joined(pack) for pack in [*given, *stream.packs]]
+    packs = [collation.joined(pack) for pack in [*given, *stream.packs]]
     assert sorted(number for pack in packs for number in pack["rows"]) == list(range(300))
     assert max(len(pack["input_ids"]) for pack in packs) <= 64
     fill = sum(len(pack["input_ids"]) for pack in packs) / (64 * len(packs))
@@ -80,11 +79,11 @@ def test_open_packs_lose_no_row_of_a_stream() -> None:
 def test_a_state_space_model_is_refused_with_the_alternative() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
     with pytest.raises(ToolkitError, match="MambaForCausalLM cannot isolate packed rows") as caught:
-        check_model_packs(model)
+        collation.check_model_packs(model)
     assert "--train_sampling_strategy group_by_length" in str(caught.value)
 
 
-class Leaky(PackCollator):
+class Leaky(collation.PackCollator):
     """Positions that do not restart, and no lengths: one document per pack."""
 
     def __call__(self, packs: Any) -> Any:
@@ -100,7 +99,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
     return model
 
 
-def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) -> Any:
+def live(model: Any, tokenizer: Any, kind: type[collation.PackCollator] = collation.PackCollator) -> Any:
     """The parts of a Trainer that are read: one process, no engine."""
     collator = kind(tokenizer, one_row=needs_no_mask(model.config._attn_implementation))
     return SimpleNamespace(
@@ -114,7 +113,7 @@ def live(model: Any, tokenizer: Any, kind: type[PackCollator] = PackCollator) ->
 
 
 def test_documents_of_a_pack_are_isolated_in_the_live_model_and_its_masks_counted(model: Any, tokenizer: Any) -> None:
-    reading = verify_packing(live(model, tokenizer))
+    reading = collation.verify_packing(live(model, tokenizer))
     assert reading.packing == "isolated"
     assert 0 <= (reading.packing_loss_difference or 0) < 1e-5
     assert reading.packing_neighbour_difference == 0
@@ -129,7 +128,7 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
     job = Job(attn_implementation="sdpa_varlen", packing=True)
     training = SimpleNamespace(neftune_noise_alpha=None, seed=1)
     parsed: Any = SimpleNamespace(job=job, training=training, pipeline=None)
-    reading = verify_packing(live(model, tokenizer))
+    reading = collation.verify_packing(live(model, tokenizer))
     rank = reading | RankReading(attn_implementation=model.config._attn_implementation)
     names = ("packing_mask_bytes", "attn_implementation")
     expected = {name: value for name, value in expected_readings(parsed).items() if name in names}
@@ -141,12 +140,12 @@ def test_a_mask_in_place_of_document_lengths_is_a_difference(model: Any, tokeniz
 
 def test_documents_that_attend_to_each_other_end_the_run(model: Any, tokenizer: Any) -> None:
     with pytest.raises(AttestationFailed, match="packed rows are not isolated") as caught:
-        verify_packing(live(model, tokenizer, Leaky))
+        collation.verify_packing(live(model, tokenizer, Leaky))
     assert "group_by_length" in str(caught.value)
     if not needs_no_mask(model.config._attn_implementation):  # a cache makes transformers ignore the documents
         model.config.use_cache = True
         with pytest.raises(AttestationFailed, match="packed rows are not isolated"):
-            verify_packing(live(model, tokenizer))
+            collation.verify_packing(live(model, tokenizer))
 
 
 @nightly_launch

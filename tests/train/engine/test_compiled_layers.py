@@ -11,7 +11,7 @@ from launching import cpu_environment
 from toolkit.engines.tensors import compiled_modules
 from toolkit.job.job import Compilation
 from toolkit.observe.timer import CompilerEvents
-from toolkit.train.engine.compiled_layers import compile_layers
+from toolkit.train.engine.layers import compile_layers
 
 # torch's tracer reads `.grad` of intermediate tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -100,7 +100,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from toolkit.job.job import Compilation
-from toolkit.train.engine.compiled_layers import start_compiler
+from toolkit.train.engine.layers import start_compiler
 
 def compiled(ending):
     return {path.name for path in Path(sys.argv[1]).rglob(f"*.{ending}")}

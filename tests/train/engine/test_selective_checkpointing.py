@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.errors import ToolkitError
 from toolkit.models.activations import Activations
 from toolkit.models.read_model import read_model
-from toolkit.train.engine.selective_checkpointing import KERNELS, keep_attention, keeps_attention, prepare_checkpoints
+from toolkit.train.engine.layers import KERNELS, keep_attention, keeps_attention, prepare_checkpoints
 
 ROWS, LENGTH = 2, 40
 MODELS = {"llama": WIDE, "qwen3": WIDE | {"head_dim": 32}, "mixtral": WIDE, "qwen3_moe": WIDE | EXPERTS}

@@ -21,8 +21,7 @@ from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
 from toolkit.train.data import data_report
-from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.packing import PackedRows
+from toolkit.train.data.collation import Collator, PackCollator, PackedRows
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import ENCODED, EncodedSource, encode_rows, load_rows, row_encoder
 

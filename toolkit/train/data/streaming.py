@@ -32,7 +32,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.documents import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
-from toolkit.train.data.packing import OpenPacks, TokenRow, joined
+from toolkit.train.data.collation import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
 
 STREAM_ERROR, LANE_STATE, PLACEHOLDER = "stream_error", "lane_state", "placeholder"
