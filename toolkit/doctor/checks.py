@@ -49,8 +49,7 @@ class NodeReadings:
         self.model = model
         self.preset: PresetSpec | None = None if options.preset is None else load_preset(options.preset)
         self.rdma_ports: list[RdmaPort] = rdma_ports()
-        self.output_dir = user_path(options.output_dir or ".").absolute()
-        """Folder of the run, which may not exist yet."""
+        self.output_dir = user_path(options.output_dir or ".").absolute()  # of the run, which may not exist yet
 
     @cached_property
     def nvml(self) -> list[Nvml] | ToolkitError:

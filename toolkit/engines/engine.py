@@ -40,8 +40,7 @@ class Engine:
 
     name = "none"
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("0", None, None)}
-    state_bytes = (4, 4, 8)
-    """Of parameter, gradient and AdamW's states, for each parameter: the fp32 parameter is its own master weight."""
+    state_bytes = (4, 4, 8)  # per parameter: itself, its own master weight, in fp32; its gradient; AdamW's states
     libraries: tuple[str, ...] = ()  # packages that ranks import beside the training script's
     needs: tuple[str, ...] = ()
     needs_to_offload: tuple[str, ...] = ()
@@ -58,21 +57,18 @@ class Engine:
     writes_universal = False  # true if a converted checkpoint has DeepSpeed's universal layout
     uses_fsdp_plugin = False  # true if accelerate's FSDP plugin shards the model
     uses_ddp = False
-    chooses_accumulation = False
-    """True if gradients may wait for the last accumulation step either way, sharded or whole."""
+    chooses_accumulation = False  # gradients may wait for the last accumulation step either way, sharded or whole
     gathers_layers = False  # true if FSDP2 gathers each layer where it is used
     autocasts = True  # true if fp32 weights are cast where they are used
     has_flat_states = False  # true if gradients and optimizer states are flat partitions, which come and go in the step
     fragments_in_step = 0.0  # share of what a full fine-tune allocates in the step that is reserved beside it
-    offloaded_optimizer: str | None = None
-    """The class, with its library, that replaces any optimizer which is offloaded."""
+    offloaded_optimizer: str | None = None  # the class, with its library, that replaces any that is offloaded
     host_adam_seconds = (0.22, 0.57, 1.5)
     """Of AdamW on the host, per 1e9 parameters on all cores of a node: at best, estimated, at worst. Source: table 4 of
     the ZeRO-Offload paper, 1.4 to 1.5 for torch's on two sockets (https://arxiv.org/abs/2101.06840)."""
     no_offloaded_optimizer: str | None = None  # why only AdamW can be offloaded
     needs_for_kernels: tuple[str, ...] = ()  # where a preset cannot run on a CPU
-    plain_preset: str | None = None
-    """The preset to name for the engine: without offload, and without parallelism of layers."""
+    plain_preset: str | None = None  # to name for the engine: without offload, and without parallelism of layers
     checkpoint_weights = 3  # size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance
     script_keys: Mapping[str, Sequence[str]] = {}
     """Keys of the engine's block in accelerate's YAML that a script without its launcher can put in effect."""
@@ -245,8 +241,7 @@ class EngineSettings:
     reuse_distance: int = 0
     live_parameters: int = 0  # gathered ones, above which ZeRO-3 prefetches nothing
     sub_group: int = SUB_GROUP
-    secondary_partition: int = 1
-    """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
+    secondary_partition: int = 1  # ZeRO++ (hpZ): ranks of a node that share a second copy of the parameters; 1: none
     pins_memory: bool = True  # true if offloaded tensors are in page-locked memory
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     sharded_at_load: bool = False  # transformers shards the model while it loads it, and reduces gradients in fp32

@@ -38,8 +38,7 @@ class Gpu:
     memory_gib: float  # memory available to all processes, their CUDA contexts included
     peak_tflops: tuple[float | None, float | None, float | None, float | None]  # of each of `DTYPES`
     memory_gb_per_second: float | None
-    link_gb_per_second: float | None
-    """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""
+    link_gb_per_second: float | None  # to the node's other GPUs (NVLink, Infinity Fabric); None if it has only PCIe
     pcie_generation: int
     source: str
     host: tuple[int, str] | None = None

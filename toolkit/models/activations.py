@@ -70,8 +70,7 @@ class Activations:
     """Activation sizes of one model under one compute dtype and training method."""
 
     shape: ModelShape
-    autocast: bool = False
-    """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
+    autocast: bool = False  # trained weights in fp32 under autocast (DDP, one process), and not in bf16 when used
     lora_r: int | None = None
     fp32_residual: bool = False
     fp32_linears: bool = False  # bitsandbytes' 8 bits: inputs and outputs have the dtype of the residual stream
@@ -82,8 +81,7 @@ class Activations:
     oft_targets: tuple[str, ...] = ()  # the modules that OFT rotates the inputs of, in blocks of `oft_block_size`
     oft_block_size: int = 0
     liger: bool = False  # true for Liger's norms and MLPs, in the architectures with formulas that it has them for
-    layout: ParallelLayout | None = None
-    """How ranks divide layers, whose part is in `shape` already, experts and sequences."""
+    layout: ParallelLayout | None = None  # how ranks divide layers (done in `shape`), experts and sequences
 
     @property
     def casts_weights(self) -> bool:

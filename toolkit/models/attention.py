@@ -32,12 +32,10 @@ class ModelAttention:
     """What a model's attention works with, from its class in transformers and its configuration."""
 
     model_type: str
-    flash: bool
-    """It passes document lengths and sliding windows to the attention function, as flash attention needs them."""
+    flash: bool  # passes document lengths and sliding windows to the attention function, as flash attention needs them
     sdpa: bool
     flex: bool
-    named_flash: tuple[str, ...] = ()
-    """The only flash kernels that it works with, if its class names any: it has sinks, for example."""
+    named_flash: tuple[str, ...] = ()  # the only flash kernels that it works with, if its class names any
     softcap: bool = False  # it caps its scores
     chunks: bool = False  # a token attends to its own chunk of the row, which only a mask expresses
 

@@ -32,8 +32,7 @@ class LlamaVariant:
     experts: str | None = None  # `mixtral`, `qwen2_moe` or `qwen3_moe`
     attention: str = "sdpa"
     activation: str = "silu"
-    unsupported_flags: Sequence[str] = ()
-    """Options that change the tensors in ways not covered here: transformers builds the model then."""
+    unsupported_flags: Sequence[str] = ()  # change the tensors in other ways: transformers builds the model then
 
 
 _TABLES: dict[str, dict[str, Any]] = read_table(__file__)

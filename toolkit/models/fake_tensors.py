@@ -60,12 +60,10 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, *, vocab_size: int = 0) -> None:
         super().__init__()
-        self.logits_widths = {vocab_size}
-        """Tensors whose last dimension is one of these hold logits or their gradient."""
+        self.logits_widths = {vocab_size}  # tensors whose last dimension is one of these hold logits or their gradient
         self.live: dict[int, LiveStorage] = {}
         self.live_bytes = 0
-        self.resizable: dict[int, LiveStorage] = {}
-        """Storages that an engine frees and refills: their size is read each time."""
+        self.resizable: dict[int, LiveStorage] = {}  # that an engine frees and refills: their size is read each time
         self.num_tracked = 0
         self.phase_name = "load"
         self.tag: str | None = None

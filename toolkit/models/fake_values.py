@@ -51,10 +51,8 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: Any = WeakIdKeyDictionary()
-        """The values of fake tensors that follow from the batch alone."""
-        self.made_up: Counter[str] = Counter()
-        """How often each answer was made up, by what and where."""
+        self.known: Any = WeakIdKeyDictionary()  # the values of fake tensors that follow from the batch alone
+        self.made_up: Counter[str] = Counter()  # how often each answer was made up, by what and where
 
     def know(self, fake: torch.Tensor, values: torch.Tensor) -> None:
         """Give a fake tensor values."""

@@ -33,8 +33,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    in_linear: bool | None = None
-    """True if it belongs to a linear layer, as counting found; None: to be told by its name."""
+    in_linear: bool | None = None  # belongs to a linear layer, as counting found; None: to be told by its name
 
     @cached_property
     def num_elements(self) -> int:
@@ -192,8 +191,7 @@ class ModelShape:
     experts_per_token: int | None = None
     layers: tuple[Layer, ...]  # tensors of each decoder layer
     outer: Layer  # embeddings, final norm and head, in the model's order; a tied head appears once, as the embedding
-    attention: str = "sdpa"
-    """Default attention implementation in transformers: `sdpa`, or `eager`, which saves the scores."""
+    attention: str = "sdpa"  # default implementation in transformers: `sdpa`, or `eager`, which saves the scores
     activation: str = "silu"  # activation function of the MLP, as the configuration names it
     counted_on: str = "arithmetic"  # `arithmetic`, or `meta device` if transformers built the model without memory
     counted_activations: CountedActivations | None = None
@@ -203,8 +201,7 @@ class ModelShape:
     """Reason for which the activations of an unknown architecture could not be counted; Llama's formulas apply."""
     counted_adapters: Mapping[Layer, Adapters] | None = None
     """Adapters that peft puts on each kind of layer with `all-linear`; None where `toolkit.models.lora` lists them."""
-    outer_adapters: Adapters = ()
-    """Adapters that peft puts on linear layers outside the decoder layers with `all-linear`."""
+    outer_adapters: Adapters = ()  # that peft puts on linear layers outside the decoder layers with `all-linear`
     renamed_targets: Mapping[str, str] = field(default_factory=dict)
     """Module names of transformers 4 that peft turns into parameters of fused experts, with these parameters."""
     why_no_adapters: str | None = None  # reason for which peft cannot adapt the model's linear layers; None if it can

@@ -48,8 +48,7 @@ class ModelSplit:
 
     model_type: str
     plans: Mapping[str, Mapping[str, str]]  # `tp` and `ep`, where transformers has a plan for the architecture
-    sizes: Mapping[str, int]
-    """Heads, experts and widths that are divided; a field that the model does not have is left out."""
+    sizes: Mapping[str, int]  # heads, experts and widths that are divided; a field that the model lacks is left out
     needs_whole_sequence: str | None = None  # why its attention cannot be divided along the sequence; None where it can
     not_planned: Mapping[str, str] = field(default_factory=dict)
     """Dimensions, or `lora`, for which the planner has no figures, each with the reason."""

@@ -110,8 +110,7 @@ def _read_blocks() -> dict[str, dict[str, Types]]:
     }
 
 
-ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS = _read_blocks().values()
-"""Dotted name of each block that is checked to its keys -> key -> type."""
+ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS = _read_blocks().values()  # dotted name of a block -> key -> type
 
 
 def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types], path: Path) -> None:

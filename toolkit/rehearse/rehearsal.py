@@ -60,8 +60,7 @@ class Rehearsal:
     rehearsed: RehearsedRank
     training_argv: list[str]
     cpu: bool
-    script: str | None = None
-    """Somebody's script, or the name of a module; None for our own script. `training_argv` is for it."""
+    script: str | None = None  # somebody's, or a module's name, for `training_argv`; None for our own
     is_module: bool = False
     steps: int = DEFAULT_STEPS
     output_dir: Path | None = None  # the run folder that is kept

@@ -163,8 +163,7 @@ class Arguments:
     job: Job
     training: TrainingArguments
     argv: Sequence[str]  # the training arguments as they were given, with `***` for each secret
-    scaled_rate: ScaledRate | None = None
-    """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
+    scaled_rate: ScaledRate | None = None  # scaled with the global batch size; None where `--lr_scaling` is off
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     notes: list[str] = field(default_factory=list)  # warnings and explanations for the log
 

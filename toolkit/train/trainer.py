@@ -81,8 +81,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *, run: ActiveRun, **kwargs: Any) -> None:
         super().__init__(args=run.arguments.training, **kwargs)
         self.run = run
-        self.evaluated: list[tuple[torch.Tensor, int]] = []
-        """Mean loss and supervised tokens of each batch of the evaluation."""
+        self.evaluated: list[tuple[torch.Tensor, int]] = []  # mean loss and supervised tokens of each batch
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator; its DDP keeps no gradient twice, on its own and in a bucket."""
@@ -179,8 +178,7 @@ class TrainerParts:
     trainer: type[SupervisedTrainer] | None = None  # none: by how the model was loaded
     timer: type[StepTimer] = StepTimer
     verification: type[Verification] = Verification
-    callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()
-    """More callbacks, after the observer's."""
+    callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()  # after the observer's
 
 
 def build_trainer(

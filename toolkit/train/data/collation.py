@@ -92,12 +92,10 @@ class Collator:
     """Pads rows on the right to the longest one; `tokenizer.pad` needs a pad token, and pads on its own side."""
 
     def __init__(self, tokenizer: Any, *, pieces: int = 1) -> None:
-        self.pieces = pieces
-        """Rows are padded to a multiple of so many tokens: ranks divide each row, and need its positions."""
+        self.pieces = pieces  # rows are padded to a multiple of so many tokens: ranks divide each row
         pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
         self.pad_id: int = next((token for token in (pad, end) if token is not None), 0)  # masked, so any id works
-        self.adds_positions = False
-        """Add the positions whose next token is supervised: read from labels on a GPU, they would make it wait."""
+        self.adds_positions = False  # add where the next token is supervised: read from labels, a GPU would wait
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         batch = {
@@ -211,8 +209,7 @@ class OpenPacks:
 
     def __init__(self, *, max_seq_length: int, at_most: int, packs: Iterable[list[TokenRow]] = ()) -> None:
         self.max_seq_length, self.at_most = max_seq_length, at_most
-        self.packs = list(packs)
-        """Rows of sequences that are not full yet, in the order in which they were opened."""
+        self.packs = list(packs)  # rows of sequences that are not full yet, in the order in which they were opened
 
     def add(self, row: TokenRow) -> list[TokenRow] | None:
         """Add a row; return the rows of the fullest pack if it is full or more than `at_most` packs are open."""

@@ -86,14 +86,10 @@ class PipelineTrainer(SupervisedTrainer):
         super().__init__(**kwargs)
         self.accelerator.prepare_data_loader = self._rows_of_pipeline
         self.schedule: Any = None
-        self.shape: tuple[int, ...] = ()
-        """Rows and tokens of the schedule's buffers."""
-        self.gradient_parts = self.model.settings.ranks
-        """Ranks whose parameters together are those of the model."""
-        self.samples: list[Any] = []
-        """The micro-batches of the step."""
-        self.losses: list[torch.Tensor] = []
-        """Their losses, from the first of them until each was returned."""
+        self.shape: tuple[int, ...] = ()  # rows and tokens of the schedule's buffers
+        self.gradient_parts = self.model.settings.ranks  # ranks whose parameters together are those of the model
+        self.samples: list[Any] = []  # the micro-batches of the step
+        self.losses: list[torch.Tensor] = []  # their losses, from the first of them until each was returned
 
     def _rows_of_pipeline(self, loader: Any, **_: Any) -> Any:
         """Deal rows to pipelines instead of ranks; everything else as accelerate does."""

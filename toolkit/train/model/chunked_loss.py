@@ -178,8 +178,7 @@ class ChunkedLoss:
         """Change forward and loss of `plain`, which has no wrappers; or raise UnknownHead, and change nothing."""
         self.scale = read_logit_scale(plain)
         self.chunk_tokens, self.label_smoothing = chunk_tokens, label_smoothing
-        self.num_losses = 0
-        """Losses computed so far."""
+        self.num_losses = 0  # losses computed so far
         self._compute: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Computes the loss of hidden states, during a forward with labels."""
         self._loss: torch.Tensor | None = None
