@@ -10,12 +10,12 @@ table is `gpu_table.csv`, a row per GPU with its source.
 """
 
 import csv
-import io
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.hardware.gpus import count_gpus, gpu_names
@@ -218,29 +218,16 @@ def _words(name: str) -> list[str]:
     return [word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"}]
 
 
-def _read_table() -> tuple[Gpu, ...]:
-    def number(text: str) -> float | None:
-        return (int(text) if text.isdigit() else float(text)) if text else None
+def _gpu(row: dict[str, str]) -> Gpu:
+    def number(name: str) -> float | None:
+        return (int(row[name]) if row[name].isdigit() else float(row[name])) if row[name] else None
 
-    gpus = []
-    for row in csv.DictReader(io.StringIO(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8"))):
-        bf16, fp16, tf32, fp32 = (number(row[dtype]) for dtype in DTYPES)
-        gpus.append(
-            Gpu(
-                name=row["name"],
-                other_names=row["other_names"],
-                memory_gib=float(row["memory_gib"]),
-                peak_tflops=(bf16, fp16, tf32, fp32),
-                memory_gb_per_second=number(row["memory_gb_per_second"]),
-                link_gb_per_second=number(row["link_gb_per_second"]),
-                pcie_generation=int(row["pcie_generation"]),
-                source=row["source"],
-                host=(int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None,
-                other_gb=row["other_gb"],
-            )
-        )
-    return tuple(gpus)
+    bf16, fp16, tf32, fp32 = map(number, DTYPES)
+    host = (int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None
+    others: dict[str, Any] = {name: row[name] for name in ("name", "other_names", "source", "other_gb")}
+    others |= {name: number(name) for name in ("memory_gb_per_second", "link_gb_per_second", "pcie_generation")}
+    return Gpu(memory_gib=float(row["memory_gib"]), peak_tflops=(bf16, fp16, tf32, fp32), host=host, **others)
 
 
-GPUS = _read_table()
+GPUS = tuple(map(_gpu, csv.DictReader(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8").splitlines())))
 _BY_KEY = {_key(name): gpu for gpu in GPUS for name in gpu.names}
