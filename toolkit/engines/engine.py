@@ -77,6 +77,10 @@ class Engine:
     rejects_best_of_weights = False  # true if the Trainer cannot load the best of checkpoints that hold only weights
     accelerate_uses_cpu = "true"  # what `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect
 
+    rejects_auto_find_batch_size = False
+    """True if the Trainer raises for `auto_find_batch_size` with sharded parameters (transformers 5.23)."""
+    upstream_bugs: Mapping[str, str] = {}  # by sharding: what does not work, and the upstream issue
+    offloaded_gradient_bytes: Mapping[str, int] = {}  # by sharding, where the optimizer is offloaded
     no_comm_hook: str | None = "there is nothing to communicate"
     no_trace: str | None = None  # why it does not run on fake tensors
     no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
@@ -114,21 +118,9 @@ class Engine:
         few = {"replicate": (), "shard_optimizer": ("optimizer",), "shard_grad_op": ("gradient", "optimizer")}
         return few.get(sharding, PARTS)
 
-    def offloaded_gradient_bytes(self, sharding: str) -> int:
-        """Return the bytes of a gradient whose optimizer is offloaded."""
-        return self.state_bytes[1]
-
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
         """Return why `torch_compile` does not pay, or None where it may."""
         return None
-
-    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
-        """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
-        return False
-
-    def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
-        """Return what does not work, and the upstream issue."""
-        return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
         """Return True where each rank finds its shard of a checkpoint by itself.

@@ -32,9 +32,6 @@ CHECKPOINT_CLASSES = (
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/config.py`)
-# With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
-# an fp32 copy of it (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
-OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
 # Of its `bf16` block: master weights and gradients in bf16, and the states of the optimizer with them.
 BF16_MASTERS, BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 
@@ -131,6 +128,17 @@ class Zero(Engine):
     no_trace = "DeepSpeed reads the values and addresses of its tensors"
     rejects_best_of_weights = True
     accelerate_uses_cpu = "false"  # with "true", accelerate turns a DeepSpeed run into DDP
+    rejects_auto_find_batch_size = True
+    upstream_bugs: Mapping[str, str] = {
+        "shard_grad_op": "`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",
+        **dict.fromkeys(
+            SHARDS_PARAMETERS,
+            "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",
+        ),
+    }
+    # ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and an fp32 copy of it
+    # (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
+    offloaded_gradient_bytes: Mapping[str, int] = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
     no_comm_hook = "DeepSpeed reduces gradients itself"
     no_async_save = "DeepSpeed writes its checkpoints itself"
     fixed_accumulation: Mapping[str, str] = {
@@ -157,26 +165,11 @@ class Zero(Engine):
             **{block: None if device == "none" else device for block, device in devices.items()},
         }
 
-    def offloaded_gradient_bytes(self, sharding: str) -> int:
-        return OFFLOADED_GRADIENT_BYTES.get(sharding, self.state_bytes[1])
-
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
         """Return why ZeRO-3 is not compiled: docs/evidence/speed-and-memory.md has 15 graph breaks in two layers."""
         if sharding not in SHARDS_PARAMETERS:
             return None
         return "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
-
-    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
-        return sharding in SHARDS_PARAMETERS
-
-    def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
-        if sharding in SHARDS_PARAMETERS:
-            return (
-                "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",
-            )
-        if sharding == "shard_grad_op":
-            return ("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",)
-        return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
         return universal

@@ -92,7 +92,7 @@ def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
     # Gradients are reduced to the device of the optimizer.
     device = preset.offload_param if part == "parameter" else preset.offload_optimizer
     if part == "gradient" and device:
-        unsharded = preset.traits.offloaded_gradient_bytes(preset.sharding)
+        unsharded = preset.traits.offloaded_gradient_bytes.get(preset.sharding, unsharded)
     if part == "gradient" and device == "nvme":
         device = "cpu"
     return StateBytes(unsharded_bytes=unsharded, shards=shards, device=device or "gpu")

@@ -201,9 +201,8 @@ def async_save(case: Case, preset: PresetSpec) -> Answers:
 
 
 def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
-    if not case.job.auto_find_batch_size:
-        return
-    if preset.traits.rejects_auto_find_batch_size(preset.sharding):
+    rejects = preset.traits.rejects_auto_find_batch_size and preset.shards_parameters
+    if case.job.auto_find_batch_size and rejects:
         why = "the Trainer rejects it with ZeRO-3"
         yield method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
 

@@ -93,7 +93,8 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     lines = [f"{label}: {reason.why}" for label, reason in found if reason is not None]
     if preset.traits.uses_fsdp_plugin:
         lines.append("the Trainer's activation checkpointing together with FSDP's own")
-    return (*lines, *preset.traits.upstream_bugs(preset.sharding))
+    bug = preset.traits.upstream_bugs.get(preset.sharding)
+    return tuple(lines if bug is None else [*lines, bug])
 
 
 # -- a job's arguments under a preset
