@@ -28,14 +28,11 @@ def checkpointing_kind(case: Case) -> Answers:
     without_sdpa = job.attn_implementation in (None, AUTO) and model is not None and not model.sdpa
     attention = "eager" if without_sdpa else str(job.attn_implementation)
     nothing = RULES["nothing_to_keep"].get(attention)
+    reentrant = given.get("use_reentrant")
     refused = (
         (not job.uses_activation_checkpointing, f"without {option}: nothing is recomputed", f"add `{option} true`"),
         (job.activation_checkpointing_offload, f"with {option}_offload: its outputs would stay on the GPU", "use one"),
-        (
-            given.get("use_reentrant"),
-            "with use_reentrant: all is recomputed then",
-            f"leave it out of `{option}_kwargs`",
-        ),
+        (reentrant, "with use_reentrant: all is recomputed then", f"leave it out of `{option}_kwargs`"),
         (nothing, f"with attention {attention}: {nothing}", "leave it out, or `--attn_implementation sdpa`"),
     )
     for is_so, why, hint in refused:
@@ -57,9 +54,8 @@ def selective_checkpointing(case: Case, preset: PresetSpec) -> Answers:
 def four_bit_needs_lora(case: Case) -> Answers:
     if case.job.load_in_4bit and not case.job.is_lora:
         option = case.option("lora_r")
-        yield job_answer(
-            f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained", f"add `{option} 16`"
-        )
+        why = f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained"
+        yield job_answer(why, f"add `{option} 16`")
 
 
 def freeze_with_lora(case: Case) -> Answers:

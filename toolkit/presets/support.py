@@ -71,15 +71,10 @@ def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: 
         raise ToolkitError(f"preset {preset.name!r} {why}", hint=f"add `{typed}`")
 
 
+_SWITCHES = ("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile")
 _DOCUMENTED_METHODS = {
     "QLoRA": Job(lora_r=16, load_in_4bit=True),
-    **{
-        f"`{name}`": Job().with_values(**{name: True})
-        for name in (
-            *("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile"),
-            "use_liger_kernel",
-        )
-    },
+    **{f"`{name}`": Job().with_values(**{name: True}) for name in (*_SWITCHES, "use_liger_kernel")},
     "`freeze`": Job(freeze=("*",)),
 }
 
