@@ -113,9 +113,10 @@ def check_row(row: Row, data_format: str, columns: Columns = NO_COLUMNS) -> None
     for field in REQUIRED_FIELDS[data_format]:
         if field not in present:
             expected = " + ".join(REQUIRED_FIELDS[data_format])
-            what = f"no field {labels[field]}; fields found: {field_names(present)}"
-            hint = f"the first row has the {data_format} format: {expected}; every row needs these fields"
-            raise ToolkitError(what, hint=hint)
+            raise ToolkitError(
+                f"no field {labels[field]}; fields found: {field_names(present)}",
+                hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
+            )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}
     has_lists = data_format == "prompt_completion" and any(isinstance(value, list) for value in fields.values())
     has_turns = has_lists or data_format in ("messages", "sharegpt")

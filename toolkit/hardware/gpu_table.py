@@ -127,8 +127,10 @@ def find_gpu(name: str) -> Gpu:
     same = [other for other in same if other.endswith(("ti", "super")) == key.endswith(("ti", "super"))]
     close = nearest(key, same)
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
-    what = f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}"
-    raise ToolkitError(what, hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops")
+    raise ToolkitError(
+        f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
+        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
+    )
 
 
 def known_gpu(name: str) -> Gpu | None:
