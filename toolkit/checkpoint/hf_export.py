@@ -131,8 +131,7 @@ def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False)
     known = model.known_names
     if unknown := [] if model.adapter else [name for name in saved if name not in known]:
         raise ToolkitError(
-            f"{path} has {listed(unknown)}, which a {type(model.base_model).__name__} does not",
-            hint=OTHER_CONFIG,
+            f"{path} has {listed(unknown)}, which a {type(model.base_model).__name__} does not", hint=OTHER_CONFIG
         )
     return reader
 

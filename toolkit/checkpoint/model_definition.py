@@ -78,10 +78,7 @@ class ModelFiles:
                 return Path(snapshot_download(self.base, allow_patterns=patterns))
             except Exception as error:  # no network, no such id, no permission: each has its own class
                 why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolkitError(
-            f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}",
-            hint=NAME_BASE,
-        )
+        raise ToolkitError(f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}", hint=NAME_BASE)
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""

@@ -26,12 +26,10 @@ checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, export, verify
 CheckpointPath = Annotated[Path, typer.Argument(help="folder of a checkpoint", metavar="CHECKPOINT")]
 OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="OUT")]
 BaseModel = Annotated[
-    str | None,
-    typer.Option(help="base model or a folder with config.json, if not where it was recorded"),
+    str | None, typer.Option(help="base model or a folder with config.json, if not where it was recorded")
 ]
 WeightsOnly = Annotated[
-    bool,
-    typer.Option("--weights-only", help="keep the checkpoint's names: for a model class that transformers lacks"),
+    bool, typer.Option("--weights-only", help="keep the checkpoint's names: for a model class that transformers lacks")
 ]
 TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="load pickles whatever they run: only your own")]
 

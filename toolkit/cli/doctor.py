@@ -24,16 +24,14 @@ def doctor(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="the model that --preset trains; with --compare: reports of nodes",
-            metavar="MODEL or FILE...",
+            help="the model that --preset trains; with --compare: reports of nodes", metavar="MODEL or FILE..."
         ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="compare the reports of several nodes, each written with --json")
     ] = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="also show checks that found nothing or were skipped"),
+        bool, typer.Option("--verbose", "-v", help="also show checks that found nothing or were skipped")
     ] = False,
     as_json: JsonOutput = False,
 ) -> None:

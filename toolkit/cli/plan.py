@@ -194,13 +194,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     check_libraries(preset, runs_script=options.runs_script)
     words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
     if not options.runs_script:
-        planned = plan_rehearsal(
-            preset,
-            **place,
-            training_argv=words,
-            cpu=on_cpu,
-            fake_tensors=options.fake_tensors,
-        )
+        planned = plan_rehearsal(preset, **place, training_argv=words, cpu=on_cpu, fake_tensors=options.fake_tensors)
     else:
         planned = plan_script_rehearsal(
             preset,

@@ -52,10 +52,9 @@ class JobOptions:
     save_seconds: Annotated[
         float | None, Option(help="seconds that a checkpoint takes; default: as --saves-of measured")
     ] = None
-    saves_of: Annotated[
-        Path | None,
-        Option(help="run folder whose measured saves are used; default: --output_dir"),
-    ] = None
+    saves_of: Annotated[Path | None, Option(help="run folder whose measured saves are used; default: --output_dir")] = (
+        None
+    )
     preflight: Annotated[
         bool, Option("--preflight", help="run `toolkit doctor` on every node first, and compare the nodes")
     ] = False

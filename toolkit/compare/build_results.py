@@ -268,11 +268,7 @@ def _speeds(trials: Sequence[Run], steps: int) -> dict[str, Any]:
 
 
 def _with_derived_columns(
-    row: Row,
-    trials: Sequence[Run],
-    records: Mapping[str, LedgerRecord],
-    spec: ComparisonSpec,
-    shape: ModelShape | None,
+    row: Row, trials: Sequence[Run], records: Mapping[str, LedgerRecord], spec: ComparisonSpec, shape: ModelShape | None
 ) -> Row:
     def with_plan(failure: Failure | None, planned: Mapping[str, int]) -> Failure | None:
         return failure and failure.updated(predicted_bytes=planned.get("planned_peak_bytes"))

@@ -205,10 +205,7 @@ def read_side_run(record: LedgerRecord, name: str, folder: RunFolder, kinds: Seq
     earliest = min((rank.start_unix for rank in drawn), default=0.0)
     ranks = tuple(
         TimelineRank(
-            rank=rank.rank,
-            start_seconds=round(rank.start_unix - earliest, 6),
-            seconds=rank.seconds,
-            lanes=rank.lanes,
+            rank=rank.rank, start_seconds=round(rank.start_unix - earliest, 6), seconds=rank.seconds, lanes=rank.lanes
         )
         for rank in drawn
     )

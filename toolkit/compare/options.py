@@ -57,8 +57,7 @@ class CompareOptions(ScriptOptions):
     ] = None
     training_arguments: TrainingArguments = ()
     stop_after_steps: Annotated[
-        int | None,
-        typer.Option(help="with --script: stop each trial after this many steps"),
+        int | None, typer.Option(help="with --script: stop each trial after this many steps")
     ] = None
     variant: Annotated[
         tuple[str, ...], typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
@@ -85,8 +84,7 @@ class CompareOptions(ScriptOptions):
     ] = None
     gpu: Annotated[str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100")] = None
     find_max_batch: Annotated[
-        int | None,
-        typer.Option(help="find each row's largest per-GPU batch up to this, and compare rows at theirs"),
+        int | None, typer.Option(help="find each row's largest per-GPU batch up to this, and compare rows at theirs")
     ] = None
     profile: Annotated[
         bool, typer.Option("--profile", help="profile each row in one more run: communication, and a timeline")

@@ -120,12 +120,7 @@ def check_parity(
 
 
 def _differences(
-    trial: Run,
-    baseline: Sequence[Run],
-    fewest: Sequence[Run],
-    spec: ComparisonSpec,
-    *,
-    by_design: bool,
+    trial: Run, baseline: Sequence[Run], fewest: Sequence[Run], spec: ComparisonSpec, *, by_design: bool
 ) -> Iterator[str | None]:
     """One message per check, None where the trial passes it.
 

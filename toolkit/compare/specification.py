@@ -230,11 +230,7 @@ class ComparisonSpec(BaseModel):
         engine = expected.engine if self.cpu else engine_named(expected.engine).in_effect(row.world_size)
         if layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1:
             engine = "none"
-        return {
-            "engine": engine,
-            "sharding": expected.sharding,
-            "layout": None if layout is None else str(layout),
-        }
+        return {"engine": engine, "sharding": expected.sharding, "layout": None if layout is None else str(layout)}
 
     def with_batches(self, batches: Mapping[str, dict[str, int]]) -> Self:
         """Return the same comparison with other batch arguments by row name."""

@@ -75,9 +75,7 @@ class ModelArguments:
         choices=("auto", "chunked", "full"),
     )
     loss_chunk_tokens: int = _argument(
-        LOSS_CHUNK_TOKENS,
-        "tokens whose logits exist at a time",
-        limits=Range(lowest=1, highest=2**27),
+        LOSS_CHUNK_TOKENS, "tokens whose logits exist at a time", limits=Range(lowest=1, highest=2**27)
     )
     load_in_4bit: bool = _argument(False, "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r")
     freeze: tuple[str, ...] = _argument((), "name patterns of parameters that are not trained: `model.embed_tokens.*`")
@@ -98,9 +96,7 @@ class ModelArguments:
     activation_checkpointing_offload: bool = _argument(False, "keep the checkpointed activations in host memory")
     activation_checkpointing_selective: bool = _argument(False, "keep attention's outputs, and recompute only the rest")
     ddp_comm_hook: str | None = _argument(
-        None,
-        "compress gradients between ranks (DDP): bf16, fp16, power_sgd",
-        choices=COMM_HOOKS,
+        None, "compress gradients between ranks (DDP): bf16, fp16, power_sgd", choices=COMM_HOOKS
     )
     ddp_comm_hook_power_sgd_rank: int = _argument(1, "rank of the factors of `power_sgd`")
     ddp_comm_hook_power_sgd_start: int = _argument(10, "first steps that `power_sgd` does not compress; at least 2")

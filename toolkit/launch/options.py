@@ -32,8 +32,7 @@ class ScriptOptions:
     """A script of the user's own, which `toolkit train`, `compare` and `rehearse` run in the place of ours."""
 
     script: Annotated[
-        str | None,
-        typer.Option(help="run your own script, unchanged, and observe it; what follows `--` is for it"),
+        str | None, typer.Option(help="run your own script, unchanged, and observe it; what follows `--` is for it")
     ] = None
     module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
 
@@ -71,8 +70,7 @@ class TrainOptions(ScriptOptions):
     timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
     nvme_path: NvmePath = None
     hang_timeout_minutes: Annotated[
-        float | None,
-        typer.Option(help="stop a run without progress for this long; default 20, 0: never"),
+        float | None, typer.Option(help="stop a run without progress for this long; default 20, 0: never")
     ] = None
     stop_minutes: Annotated[
         float, typer.Option(help="wait this long for the checkpoint after Ctrl-C or SIGTERM; 0: not at all")

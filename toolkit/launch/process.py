@@ -240,10 +240,7 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
         if failure is not None:
             write_json(folder.failure_json, failure)
         folder.update_run(
-            status=final_status,
-            exit_code=by_script or code,
-            wall_seconds=round(ended.seconds, 3),
-            launcher_pid=None,
+            status=final_status, exit_code=by_script or code, wall_seconds=round(ended.seconds, 3), launcher_pid=None
         )
     return RunResult(folder=folder, status=final_status, exit_code=code, seconds=ended.seconds, failure=failure)
 
