@@ -11,9 +11,8 @@ from command_line import exit_code
 from launching import nightly, read
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.hf_export import export, verify
 from toolkit.checkpoint.inspect import inspect_all
-from toolkit.checkpoint.verify import verify
 
 Runs = dict[str, Path]
 

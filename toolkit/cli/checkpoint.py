@@ -99,7 +99,7 @@ def verify(
     Exit code 1 if a check fails.
     """
     _use_the_cpu_alone()
-    from toolkit.checkpoint.verify import verify as verify_checkpoint
+    from toolkit.checkpoint.hf_export import verify as verify_checkpoint
 
     how = {"trust_pickle": trust_pickle, "weights_only": weights_only}
     result = verify_checkpoint(user_path(path), base_model=base_model, **how)

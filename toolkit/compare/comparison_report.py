@@ -14,10 +14,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from toolkit.compare import tables_and_charts as tables
-from toolkit.compare.answer import answer
 from toolkit.compare.results import RESULTS_FILE, InstalledGpu, Results
 from toolkit.compare.rows import Failure, Row
-from toolkit.compare.significance import SAME_SPEED, verdict
+from toolkit.compare.significance import SAME_SPEED, answer, verdict
 from toolkit.record.columns import column_of
 from toolkit.report.rendering import one_line, render, rich_table, write_report_file
 from toolkit.units import NOT_AVAILABLE, counted, gib, number, percent, seconds
