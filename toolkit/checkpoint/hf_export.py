@@ -265,8 +265,7 @@ class VerifyResult:
     """The problems of a checkpoint or model; fields are the keys of `verify --json`."""
 
     path: str
-    kind: str
-    """`checkpoint` or `model`."""
+    kind: str  # `checkpoint` or `model`
     num_tensors: int = 0
     max_difference: float | None = None
     """Largest difference of a logit, relative to the largest logit; None without a fingerprint."""

@@ -85,10 +85,8 @@ def detect(path: Path) -> Layout:
 def check_readable(path: Path) -> None:
     """Raise ToolkitError for a checkpoint in DeepSpeed's universal layout, which only DeepSpeed reads."""
     if (path / LATEST_UNIVERSAL).is_file():
-        raise ToolkitError(
-            f"{path} was converted for a preset of ZeRO, and cannot be read again",
-            hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
-        )
+        hint = "use the checkpoint that it was converted from (`converted_from` in its manifest.json)"
+        raise ToolkitError(f"{path} was converted for a preset of ZeRO, and cannot be read again", hint=hint)
 
 
 def newest_of_script(path: Path) -> Path:

@@ -38,8 +38,7 @@ HEADED = {
 }
 NAME_BASE = "name it: `--base-model FOLDER`"
 WEIGHTS_ONLY = "a class of your own: `--weights-only` exports its weights under their own names"
-HEAD = f".modules_to_save.{ADAPTER_NAME}."
-"""In the name of a module that is trained in full beside an adapter."""
+HEAD = f".modules_to_save.{ADAPTER_NAME}."  # in the name of a module that is trained in full beside an adapter
 
 
 @dataclass(frozen=True)

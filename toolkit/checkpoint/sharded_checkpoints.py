@@ -35,8 +35,7 @@ from toolkit.versions import installed_version
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 
-Readers = Mapping[str, Callable[[], torch.Tensor]]
-"""What returns the tensor of a key, when it is written."""
+Readers = Mapping[str, Callable[[], torch.Tensor]]  # what returns the tensor of a key, when it is written
 
 
 class _DcpStates:

@@ -45,9 +45,8 @@ def doctor(
     from toolkit.doctor.examination import examine_node
 
     if names and len(names) > 1:
-        raise ToolkitError(
-            f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
-        )
+        hint = "reports are compared with --compare"
+        raise ToolkitError(f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint=hint)
     examination = examine_node(options, names[0] if names else None)
     if as_json:
         print(json.dumps(examination.as_json(), indent=2))

@@ -62,10 +62,8 @@ class Allocation:
                 hint=f"`--num-processes {self.max_processes}`, or a job with more nodes",
             )
         if num_processes > per_node and num_processes % per_node:
-            raise ToolkitError(
-                f"--num-processes {num_processes} does not fill nodes of {per_node} ranks",
-                hint=f"a multiple of {per_node}, or another `--nproc-per-node`",
-            )
+            hint = f"a multiple of {per_node}, or another `--nproc-per-node`"
+            raise ToolkitError(f"--num-processes {num_processes} does not fill nodes of {per_node} ranks", hint=hint)
 
     def nodes_of(self, num_processes: int) -> tuple[str, ...]:
         """Return the nodes that a run with this many ranks takes."""

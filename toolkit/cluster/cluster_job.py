@@ -117,10 +117,8 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
     check_secrets(argv)
     if preset.uses_nvme and command.NVME_PATH_VARIABLE not in options.variables:
-        raise ToolkitError(
-            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`",
-        )
+        hint = f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`"
+        raise ToolkitError(f"preset {preset.name!r} offloads to a disk of each node, and none is named", hint=hint)
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
     check_named_inputs(job)

@@ -202,10 +202,8 @@ def deliver(
     if submit is None:
         return
     if shutil.which(submit[0]) is None:
-        raise ToolkitError(
-            f"`{submit[0]}` is not on the PATH: the job was not submitted",
-            hint="run this on a login node, or write the file with `--output FILE` and submit it there",
-        )
+        hint = "run this on a login node, or write the file with `--output FILE` and submit it there"
+        raise ToolkitError(f"`{submit[0]}` is not on the PATH: the job was not submitted", hint=hint)
     with tempfile.TemporaryDirectory(prefix="toolkit-job-") as folder:
         path = output or Path(folder, f"job{suffix}")
         if output is None:
@@ -414,10 +412,8 @@ def script_file(job: ClusterJob, ssh: SshOptions) -> str:
     """Return the script that runs on every node. Raises ToolkitError unless there is one host for each node."""
     options = job.options
     if len(ssh.host) != options.max_nodes:
-        raise ToolkitError(
-            f"--nodes {options.nodes} needs {options.max_nodes} --host, got {len(ssh.host)}",
-            hint=" ".join(f"--host node{number + 1}" for number in range(min(options.max_nodes, 8))),
-        )
+        hint = " ".join(f"--host node{number + 1}" for number in range(min(options.max_nodes, 8)))
+        raise ToolkitError(f"--nodes {options.nodes} needs {options.max_nodes} --host, got {len(ssh.host)}", hint=hint)
     hosts = [host.rpartition("@")[2] for host in ssh.host]
     place = Place(head=hosts[0], port=str(ssh.port), peer=hosts[1] if len(hosts) > 1 else None)
     return render(

@@ -102,10 +102,8 @@ def check_port(head: str, port: int, *, attempt: str | None) -> None:
                 if attempt is not None and ("--rdzv-id", attempt) in pairwise(command):
                     return
                 what = f"is in use{process}"
-            raise ToolkitError(
-                f"port {port} of the head {head} {what}",
-                hint=f"`ss -ltnp 'sport = :{port}'` on it; end that process, or use another port",
-            ) from None
+            hint = f"`ss -ltnp 'sport = :{port}'` on it; end that process, or use another port"
+            raise ToolkitError(f"port {port} of the head {head} {what}", hint=hint) from None
 
 
 def listener_on(port: int) -> tuple[str, list[str]]:

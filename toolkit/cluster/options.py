@@ -133,9 +133,8 @@ def limit_seconds(text: str) -> int:
     """Return SLURM's time limit in seconds: MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     found = re.fullmatch("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
     if found is None:
-        raise ToolkitError(
-            f"--time-limit is {text[:40]!r}, expected MINUTES, HH:MM:SS or D-HH:MM:SS", hint="`--time-limit 4:00:00`"
-        )
+        hint = "`--time-limit 4:00:00`"
+        raise ToolkitError(f"--time-limit is {text[:40]!r}, expected MINUTES, HH:MM:SS or D-HH:MM:SS", hint=hint)
     days, *parts = (None if part is None else int(part) for part in found.groups())
     units = (3600, 60, 1) if days is not None or None not in parts else (60, 1)
     return (days or 0) * DAY_SECONDS + sum((part or 0) * unit for part, unit in zip(parts, units, strict=False))

@@ -92,10 +92,8 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ToolkitError(
-                f"{self.path} cannot be written: {error.strerror}",
-                hint=f"{record.run_folder} has the run, and `--resume` reads it from there",
-            ) from None
+            hint = f"{record.run_folder} has the run, and `--resume` reads it from there"
+            raise ToolkitError(f"{self.path} cannot be written: {error.strerror}", hint=hint) from None
 
 
 def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[LedgerRecord]:

@@ -154,10 +154,8 @@ class CompareOptions(ScriptOptions):
     def world_sizes(self) -> tuple[int, ...]:
         """`num_processes` as numbers, each once, in the given order; by default all visible GPUs, two on a CPU."""
         if not self.num_processes and self.nproc_per_node is not None:
-            raise ToolkitError(
-                "--nproc-per-node needs --num-processes: the processes of all nodes together",
-                hint=f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two",
-            )
+            hint = f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two"
+            raise ToolkitError("--nproc-per-node needs --num-processes: the processes of all nodes together", hint=hint)
         if not self.num_processes:
             return (self.ranks_per_gpu * default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
@@ -181,7 +179,5 @@ class CompareOptions(ScriptOptions):
 def check_timed_steps(option: str, steps: int, *, untimed_steps: int) -> None:
     """Raise ToolkitError where all steps of a trial, as an option limits them, are untimed."""
     if 0 < steps <= untimed_steps:
-        raise ToolkitError(
-            f"{option} {steps} leaves no timed step after {untimed_steps} untimed ones",
-            hint=f"`{option} {untimed_steps + 8}` or more",
-        )
+        hint = f"`{option} {untimed_steps + 8}` or more"
+        raise ToolkitError(f"{option} {steps} leaves no timed step after {untimed_steps} untimed ones", hint=hint)

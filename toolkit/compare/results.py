@@ -218,7 +218,6 @@ def results_file(path: str | Path) -> Path:
     given = user_path(path)
     file = given / RESULTS_FILE if given.is_dir() else given
     if not file.exists():
-        raise ToolkitError(
-            f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
-        )
+        hint = f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        raise ToolkitError(f"no such file: {file}", hint=hint)
     return file

@@ -202,8 +202,7 @@ def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:
     return 1 + claims.count("faster") if set(claims) <= {"faster", "slower"} else None
 
 
-LabelledRow = tuple[str, Row]
-"""A row with the label that the report gives it."""
+LabelledRow = tuple[str, Row]  # a row with the label that the report gives it
 # Two more narrow an interval more than longer trials do (docs/evidence/trust.md).
 MORE_REPEATS = 2
 FEWEST_REPEATS = 3

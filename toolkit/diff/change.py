@@ -34,8 +34,7 @@ class FileChange:
     """One changed file: what is new in it, and what its job takes."""
 
     file: str
-    status: str
-    """`added`, `changed` or `removed`."""
+    status: str  # `added`, `changed` or `removed`
     new: list[Finding]
     gone: list[Finding]
     before: PlanRow | None = None
@@ -188,10 +187,8 @@ def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["git failed"])[-1].removeprefix("fatal: ")
-        raise ToolkitError(
-            f"git {words[0]}: {why}",
-            hint="run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`",
-        )
+        hint = "run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`"
+        raise ToolkitError(f"git {words[0]}: {why}", hint=hint)
     return done.stdout
 
 

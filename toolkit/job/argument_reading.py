@@ -196,13 +196,10 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str) and name == "accelerator_config" and value.endswith(".json"):
         return read_json_object(Path(value), limits=CONFIGURATION)
     if name == "liger_kernel_config":
-        raise ToolkitError(
-            f"{option} is {shown(value)}, expected keys and values",
-            hint="put it into a YAML file: `liger_kernel_config: {rope: true}`",
-        )
-    raise ToolkitError(
-        f"{option} is {shown(value)}, expected a JSON object", hint=f"`{option} '{JSON_ARGUMENTS[name]}'`"
-    )
+        hint = "put it into a YAML file: `liger_kernel_config: {rope: true}`"
+        raise ToolkitError(f"{option} is {shown(value)}, expected keys and values", hint=hint)
+    hint = f"`{option} '{JSON_ARGUMENTS[name]}'`"
+    raise ToolkitError(f"{option} is {shown(value)}, expected a JSON object", hint=hint)
 
 
 def lora_fields(value: Any) -> dict[str, Any]:
@@ -251,9 +248,8 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise ToolkitError(
-                f"unexpected word {shown(word)}; a flag starts with `--`", hint=f"did you mean `--{word[:80]}`?"
-            )
+            hint = f"did you mean `--{word[:80]}`?"
+            raise ToolkitError(f"unexpected word {shown(word)}; a flag starts with `--`", hint=hint)
         name, equals, given = word[2:].partition("=")
         name = name.replace("-", "_")
         following = [given] if equals else []

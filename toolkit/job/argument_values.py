@@ -109,10 +109,8 @@ def check_word(option: str, value: Any, words: Sequence[str]) -> None:
     close = nearest_word(str(value), words)
     more = len(words) - SHOWN_WORDS
     listed = [*words[:SHOWN_WORDS], f"{more} more"] if more > 0 else list(words)
-    raise ToolkitError(
-        f"{option} is {shown(value)}, expected {', '.join(listed[:-1])} or {listed[-1]}",
-        hint=None if close is None else f"did you mean `{close}`?",
-    )
+    hint = None if close is None else f"did you mean `{close}`?"
+    raise ToolkitError(f"{option} is {shown(value)}, expected {', '.join(listed[:-1])} or {listed[-1]}", hint=hint)
 
 
 def nearest_word(word: str, words: Collection[str]) -> str | None:

@@ -63,10 +63,8 @@ class LaunchCommand(ProcessCommand):
     program: tuple[str, ...]
     training_argv: list[str]
     """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
-    nvme_path: Path | None = None
-    """The disk that the run offloads to."""
-    resume_command: str | None = None
-    """What resumes the run of a script of the user's own."""
+    nvme_path: Path | None = None  # the disk that the run offloads to
+    resume_command: str | None = None  # what resumes the run of a script of the user's own
 
     @property
     def runs_script(self) -> bool:

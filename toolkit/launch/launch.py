@@ -302,8 +302,7 @@ class Restarts:
     folder: RunFolder
     max_restarts: int
     done: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: Path | None = None
-    """What the next attempt resumes from."""
+    checkpoint: Path | None = None  # what the next attempt resumes from
 
     def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
         """Prepare the folder for a restart, with its checkpoints and rows kept, and return the lines to print.

@@ -131,10 +131,8 @@ def check_filesystem(path: Path) -> str:
         return "unknown"
     if mount.kind != "local":
         why = "memory, not a disk" if mount.kind == "memory" else "not a local disk"
-        raise ToolkitError(
-            f"--nvme-path {path} is on {mount.filesystem} ({mount.mount_point}): {why}",
-            hint="name a folder on a local NVMe disk; `lsblk` lists them",
-        )
+        hint = "name a folder on a local NVMe disk; `lsblk` lists them"
+        raise ToolkitError(f"--nvme-path {path} is on {mount.filesystem} ({mount.mount_point}): {why}", hint=hint)
     return mount.filesystem
 
 
@@ -143,10 +141,8 @@ def check_direct_io(path: Path) -> None:
     try:
         try_direct_io(path)
     except OSError as error:
-        raise ToolkitError(
-            f"--nvme-path {path} takes no direct I/O (O_DIRECT): {error.strerror}",
-            hint="name a folder on a local NVMe disk with ext4 or xfs",
-        ) from None
+        hint = "name a folder on a local NVMe disk with ext4 or xfs"
+        raise ToolkitError(f"--nvme-path {path} takes no direct I/O (O_DIRECT): {error.strerror}", hint=hint) from None
 
 
 def needed_bytes(preset: PresetSpec, job: Job, *, cpu: bool) -> int | None:

@@ -46,9 +46,8 @@ class ScriptOptions:
         if self.script is not None and self.module is not None:
             raise ToolkitError("both --script and --module are given", hint="leave one of them out")
         if output_dir is not None and not self.runs_script:
-            raise ToolkitError(
-                "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
-            )
+            hint = "our script has `-- --output_dir DIR`, after `--`"
+            raise ToolkitError("--output-dir is for a script of your own", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

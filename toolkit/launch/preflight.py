@@ -111,9 +111,8 @@ def check_process_count(run: TrainingRun) -> None:
     if run.num_processes > LARGEST_NODE * run.nodes:
         raise ToolkitError(f"--num-processes is {run.num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
     if run.device.ranks_per_gpu > 1 and not run.device.count:
-        raise ToolkitError(
-            "--ranks-per-gpu needs a GPU, and this run has none", hint="leave it out: on a CPU any number of ranks runs"
-        )
+        hint = "leave it out: on a CPU any number of ranks runs"
+        raise ToolkitError("--ranks-per-gpu needs a GPU, and this run has none", hint=hint)
     check_supported(run.preset, world_size=run.num_processes, device=run.device)
 
 
@@ -132,9 +131,8 @@ def check_model(name: str, *, revision: str | None = None, starts: bool = True) 
     folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
-            raise ToolkitError(
-                f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
-            )
+            hint = "name the folder that `save_pretrained` wrote"
+            raise ToolkitError(f"model folder {name} has no config.json", hint=hint)
         config = read_config(folder / "config.json")
         check_weights(folder)
         return config
@@ -195,10 +193,8 @@ def check_inputs_stay(folder: RunFolder, job: Job) -> None:
     path = Path(os.path.realpath(folder.path))
     places = {Path(path.anchor): "the root of the file system", user_path("~").resolve(): "the home folder"}
     if path in places:
-        raise ToolkitError(
-            f"output_dir {folder.path} is {places[path]}",
-            hint=f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
-        )
+        hint = f"name a folder of its own: `--output_dir {folder.path / 'out'}`"
+        raise ToolkitError(f"output_dir {folder.path} is {places[path]}", hint=hint)
     for name in INPUTS:
         for given in as_list(job.value(name)):
             source = Path(os.path.realpath(str(given)))

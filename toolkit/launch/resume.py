@@ -41,10 +41,8 @@ class TrainingRun:
     num_processes: int
     device: Device = CPU
     nodes: int = 1
-    is_here: bool = True
-    """True if this node runs it; on another, a package that is missing here is a warning."""
-    starts: bool = True
-    """False for a plan of a run alone: a model that is known by name is then not asked for."""
+    is_here: bool = True  # True if this node runs it; on another, a package that is missing here is a warning
+    starts: bool = True  # False for a plan of a run alone: a model that is known by name is then not asked for
     nvme_path: str | None = None  # the disk to offload to, for a preset that does
     warnings: tuple[str, ...] = ()
     """One line for each argument that has no effect, and for each package that the job needs on another node."""

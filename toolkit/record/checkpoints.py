@@ -41,10 +41,8 @@ INCOMPLETE_MARK = "checkpoint-is-incomplete.txt"
 SAVING_PREFIX, REPLACED_PREFIX = ".saving-", ".replaced-"
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
-AT_LOAD_OPTIMIZER = "optimizer_dcp"
-"""Folder of the optimizer states of a model that was sharded at load."""
-STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"
-"""Optimizer states of the stages on one rank of a pipeline."""
+AT_LOAD_OPTIMIZER = "optimizer_dcp"  # folder of the optimizer states of a model that was sharded at load
+STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"  # optimizer states of the stages on one rank of a pipeline
 _NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 # A DeepSpeed checkpoint of 10,000 parameters for any number of ranks has 40,000 files.
 _LIMITS = Limits(values=1_000_000, depth=16)
@@ -58,11 +56,9 @@ class _Record(BaseModel):
 
 
 class FileEntry(_Record):
-    path: str
-    """Relative to the checkpoint, and inside of it."""
+    path: str  # relative to the checkpoint, and inside of it
     bytes: Count
-    sha256: str | None = None
-    """None until it has been read back, after the save."""
+    sha256: str | None = None  # None until it has been read back, after the save
 
     @field_validator("path")
     @classmethod
@@ -79,10 +75,8 @@ class Fingerprint(_Record):
     input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=4096)]
     logits: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=4096)]
     compute_dtype: str | None = None
-    load_in_4bit: bool = False
-    """True if the base model of an adapter was in 4 bits."""
-    four_bit_matmul: str | None = None
-    """How 4-bit layers computed: `dequantized` or `packed_bf16`; None without them."""
+    load_in_4bit: bool = False  # True if the base model of an adapter was in 4 bits
+    four_bit_matmul: str | None = None  # how 4-bit layers computed: `dequantized` or `packed_bf16`; None without them
 
 
 class ConvertedFrom(_Record):
@@ -98,16 +92,13 @@ class Manifest(_Record):
     """The content of `manifest.json`; keys that are not known here are kept."""
 
     schema_version: Count = 1
-    step: Count
-    """Completed optimizer steps."""
+    step: Count  # completed optimizer steps
     preset: str | None = None
     engine: str | None = None
     sharding: str | None = None
     world_size: PositiveCount | None = None
-    layout: dict[str, PositiveCount] | None = None
-    """Degrees of parallelism; None for data parallelism alone."""
-    pipeline_chunks: PositiveCount | None = None
-    """Stages on each rank of a pipeline; None without one."""
+    layout: dict[str, PositiveCount] | None = None  # degrees of parallelism; None for data parallelism alone
+    pipeline_chunks: PositiveCount | None = None  # stages on each rank of a pipeline; None without one
     data_parallel_size: PositiveCount | None = None
     sharded_at_load: bool = False
     compute_dtype: str | None = None
@@ -123,8 +114,7 @@ class Manifest(_Record):
     streaming_buffer_size: Count | None = None
     dataset_weights: tuple[Finite, ...] | None = None
     fingerprint: Fingerprint | None = None
-    universal: bool = False
-    """In DeepSpeed's layout for any number of ranks."""
+    universal: bool = False  # in DeepSpeed's layout for any number of ranks
     converted_from: ConvertedFrom | None = None
     files: tuple[FileEntry, ...]
     sha256: str | None = None
@@ -235,10 +225,8 @@ def read_complete_checkpoint(path: Path) -> Checkpoint:
         return checkpoint
     older = [other for other in list_checkpoints(path.absolute().parent) if other.step < checkpoint.step]
     before = next((other for other in older if other.problem() is None), None)
-    raise ToolkitError(
-        f"checkpoint {path} cannot be used: {problem}",
-        hint="there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`",
-    )
+    hint = "there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`"
+    raise ToolkitError(f"checkpoint {path} cannot be used: {problem}", hint=hint)
 
 
 def saving_folder(output_dir: Path, step: int) -> Path:

@@ -131,10 +131,8 @@ class RunFolder:
 
     def unwritable(self, error: OSError) -> ToolkitError:
         """Return the error for a folder that the system refuses to write."""
-        return ToolkitError(
-            f"output_dir {self.path} cannot be written: {error.strerror}",
-            hint=f"name a folder that you can write to: `{self.flag} DIR`",
-        )
+        hint = f"name a folder that you can write to: `{self.flag} DIR`"
+        return ToolkitError(f"output_dir {self.path} cannot be written: {error.strerror}", hint=hint)
 
 
 def lock_file(path: Path, *, holds: str, hint: str) -> int | None:

@@ -52,22 +52,15 @@ class Heartbeat(BaseModel):
     rank: int
     host: str
     pid: Annotated[int, Field(gt=0, le=2**22)]  # Linux's PID_MAX_LIMIT; it is sent signals
-    process_started_unix: float
-    """Identifies the process together with the pid, which may have been reused."""
-    step: int
-    """Completed optimizer steps."""
-    micro_steps: int
-    """Batches started since the process started."""
+    process_started_unix: float  # identifies the process together with the pid, which may have been reused
+    step: int  # completed optimizer steps
+    micro_steps: int  # batches started since the process started
     phase: str
-    progress_unix: float
-    """When step, batch or phase last changed."""
+    progress_unix: float  # when step, batch or phase last changed
     written_unix: float
-    peak_host_bytes: int | None = None
-    """Peak resident memory of the process so far."""
-    attempt_id: str | None = None
-    """What the ranks of this attempt call it."""
-    ended: bool = False
-    """True once the process ends by itself."""
+    peak_host_bytes: int | None = None  # peak resident memory of the process so far
+    attempt_id: str | None = None  # what the ranks of this attempt call it
+    ended: bool = False  # True once the process ends by itself
 
     @property
     def position(self) -> tuple[int, int]:

@@ -35,8 +35,7 @@ from toolkit.units import fixed, number, percent, speed
 RANK_ROWS = re.compile(r"rank\d{1,9}\.jsonl")
 DAMAGED_ROW = "move the line to another file: its step is left out"
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MEMORY_PHASES = ("load", "forward", "backward", "step")
-"""The points of a run at which the memory in use is read once."""
+MEMORY_PHASES = ("load", "forward", "backward", "step")  # the points of a run at which the memory in use is read once
 
 
 class MemoryByPhase(Model):
@@ -188,18 +187,15 @@ class StepRow(BaseModel):
     step_of_process: PositiveInt | None = None
     rank: NonNegativeInt
     world_size: PositiveInt | None = None
-    ranks_per_gpu: PositiveInt | None = None
-    """Ranks that shared its GPU; None where it had its own."""
+    ranks_per_gpu: PositiveInt | None = None  # ranks that shared its GPU; None where it had its own
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
     cpu_seconds: NonNegativeFinite
-    tokens: NonNegativeInt | None
-    """None, as the next two, where the batches of a script do not show it."""
+    tokens: NonNegativeInt | None  # None, as the next two, where the batches of a script do not show it
     non_padding_tokens: NonNegativeInt | None
     supervised_tokens: NonNegativeInt | None
-    loss: float | None
-    """None in a rehearsal only; not finite in a run that diverged."""
+    loss: float | None  # None in a rehearsal only; not finite in a run that diverged
     grad_norm: float | None = None
     local_grad_norm: float | None = None
     grad_norm_ranks: PositiveInt | None = None

@@ -13,11 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.record.columns import Bytes, Count
 
-Dtype = str | None
-"""torch's name, `bfloat16`; several are joined by `+`."""
+Dtype = str | None  # torch's name, `bfloat16`; several are joined by `+`
 Setting = int | float | None
-Values = dict[str, Any]
-"""Values by the names of a reading."""
+Values = dict[str, Any]  # values by the names of a reading
 
 
 class RankReading(BaseModel):

@@ -56,17 +56,12 @@ class Profile(_RunFile):
 class SaveRecord(BaseModel):
     """How long one save of a run took; sizes are those of all ranks' files."""
 
-    kind: str
-    """`checkpoint`, or `model` for the one at the end."""
+    kind: str  # `checkpoint`, or `model` for the one at the end
     step: Count
-    seconds: NonNegativeReal | None = None
-    """From the first write to the complete checkpoint; None until it is complete."""
-    stall_seconds: NonNegativeReal = 0.0
-    """Training stood still."""
-    waited_seconds: NonNegativeReal = 0.0
-    """The part of it in which an earlier checkpoint was still being written."""
-    write_seconds: NonNegativeReal | None = None
-    """Writing, until every file is on the disk, in whichever thread."""
+    seconds: NonNegativeReal | None = None  # from the first write to the complete checkpoint; None until it is complete
+    stall_seconds: NonNegativeReal = 0.0  # training stood still
+    waited_seconds: NonNegativeReal = 0.0  # the part of it in which an earlier checkpoint was still being written
+    write_seconds: NonNegativeReal | None = None  # writing, until every file is on the disk, in whichever thread
     bytes: Bytes = None
 
     def complete(self, size: int, *, began: float, writing_began: float) -> None:
@@ -138,10 +133,8 @@ class RecordedRun(_RunFile):
     goodput: Goodput | None = None
     versions: dict[str, str | None] | None = None
     git_commit: str | None = None
-    nodes: tuple[str, ...] = ()
-    """Host names of the ranks."""
-    warnings: tuple[str, ...] = ()
-    """Signs that a run which completed has diverged."""
+    nodes: tuple[str, ...] = ()  # host names of the ranks
+    warnings: tuple[str, ...] = ()  # signs that a run which completed has diverged
 
 
 class RecordedFailure(_RunFile):

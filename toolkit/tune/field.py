@@ -62,8 +62,7 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "compile": {"no_compile": {"torch_compile": False}, "compile": {"torch_compile": True}},
 }
 """The values of each part beside preset and batch, as training arguments."""
-ORDER = (*PARTS[1:], PARTS[0])
-"""Settings with as many changes are tried in this order of the parts that they change."""
+ORDER = (*PARTS[1:], PARTS[0])  # settings with as many changes are tried in this order of the parts that they change
 
 
 @dataclass(frozen=True, kw_only=True)

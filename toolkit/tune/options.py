@@ -22,8 +22,7 @@ from toolkit.job.argument_reading import has_config_file
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
-PARTS = ("preset", "batch", "checkpointing", "attention", "loss", "compile")
-"""Parts of a setting that are searched."""
+PARTS = ("preset", "batch", "checkpointing", "attention", "loss", "compile")  # parts of a setting that are searched
 MOST_SETTINGS, MOST_ROUNDS = 100, 50
 
 

@@ -67,8 +67,7 @@ class Measured:
     outcome: Outcome = "left"
     round: int | None = None  # in which it left the search, from 1
     why: str | None = None
-    logs: tuple[float, ...] = ()
-    """Logarithm of seconds per step of each completed trial."""
+    logs: tuple[float, ...] = ()  # logarithm of seconds per step of each completed trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +193,8 @@ def _mean_seconds(trial: LedgerRecord, steps: int) -> float:
     return statistics.fmean(timed or [0.0])
 
 
-ERROR = 0.05
-"""Share of searches in which the truly fastest setting may be eliminated, at most."""
-SAME_SPEED = 0.02
-"""A search ends when no setting that is left can be faster than the leader by more than this."""
+ERROR = 0.05  # share of searches in which the truly fastest setting may be eliminated, at most
+SAME_SPEED = 0.02  # a search ends when no setting that is left can be faster than the leader by more than this
 
 Figures = Mapping[str, Sequence[float]]
 """Logarithm of seconds per step by setting and round; a setting that was eliminated has fewer rounds."""
