@@ -9,9 +9,9 @@ import torch
 from launching import LORA, SAVED, SAVED_STEPS, losses, read, toolkit
 
 from toolkit.checkpoint.convert import convert
+from toolkit.checkpoint.hf_checkpoint import MOMENTS
 from toolkit.checkpoint.hf_export import export, open_checkpoint, verify
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.reader import MOMENTS
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint import hf_export
-from toolkit.checkpoint.hf_checkpoint import write_plain
+from toolkit.checkpoint.hf_checkpoint import CheckpointReader, write_plain
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.sharded_checkpoints import write_at_load, write_dcp, write_universal
 from toolkit.engines.ddp import Ddp, Single
 from toolkit.engines.fsdp2 import Fsdp2

@@ -23,8 +23,10 @@ import torch
 
 from toolkit.checkpoint.hf_checkpoint import (
     DEFAULT_SHARD_BYTES,
+    CheckpointReader,
     PlainReader,
     WeightFiles,
+    listed,
     live_weights,
     stored_tensors,
     write_model,
@@ -39,7 +41,6 @@ from toolkit.checkpoint.model_definition import (
     built_by_a_library,
     no_adapter_config,
 )
-from toolkit.checkpoint.reader import CheckpointReader, listed
 from toolkit.checkpoint.sharded_checkpoints import AtLoadReader, DcpReader, ZeroReader
 from toolkit.engines.fsdp2 import Fsdp2
 from toolkit.engines.safe_loading import check_checkpoint

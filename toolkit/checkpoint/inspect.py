@@ -90,10 +90,7 @@ def check_readable(path: Path) -> None:
 
 
 def newest_of_script(path: Path) -> Path:
-    """Return the newest checkpoint of the run of somebody's script in a run folder; any other path as it is.
-
-    Raises ToolkitError where the script has saved none.
-    """
+    """Return the newest checkpoint of a script's run, any other path as it is. Raises ToolkitError for none."""
     folder = RunFolder(path).checkpoints
     if folder == path:
         return path

@@ -241,10 +241,7 @@ def no_adapter_config(path: Path) -> ToolkitError:
 
 
 def model_class(config: Any, task_type: str | None = None) -> Any:
-    """Return transformers' class of a model: the one that config.json records, or of an adapter's task.
-
-    Raises ToolkitError for a class that transformers does not have.
-    """
+    """Return transformers' class by config.json, or by an adapter's task. Raises ToolkitError for an unknown one."""
     import transformers
 
     if task_type in HEADED:

@@ -23,10 +23,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from toolkit.checkpoint.hf_checkpoint import SafetensorsReader, write_weights
+from toolkit.checkpoint.hf_checkpoint import (
+    MOMENTS,
+    CheckpointReader,
+    MappedFiles,
+    SafetensorsReader,
+    group_hyperparameters,
+    without_parameters,
+    write_weights,
+)
 from toolkit.checkpoint.inspect import FSDP_MODEL, FSDP_OPTIMIZER, LATEST_UNIVERSAL, Layout, rank_of
 from toolkit.checkpoint.model_definition import MetaModel
-from toolkit.checkpoint.reader import MOMENTS, CheckpointReader, MappedFiles, group_hyperparameters, without_parameters
 from toolkit.engines.safe_loading import DCP_METADATA, damage_reported, read_dcp_metadata, read_dcp_value
 from toolkit.engines.zero import Zero
 from toolkit.errors import ToolkitError

@@ -21,10 +21,7 @@ SRUN_OPTIONS = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """The nodes of the SLURM job around this process, and how many ranks a run has on each.
-
-    The launcher of a run stays on this node; it sees the files of the ranks through the shared run folder.
-    """
+    """The nodes of the SLURM job around this process, where the launcher stays, and how many ranks each has."""
 
     nodes: tuple[str, ...]  # host names; the first is the head of every run
     processes_per_node: int

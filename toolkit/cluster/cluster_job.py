@@ -207,10 +207,7 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, the slowest that run.json of an earlier run records, or assumed.
-
-    Raises ToolkitError where `--saves-of` names a run without one.
-    """
+    """Return the time of a save: given, the slowest in run.json, or assumed. Raises ToolkitError without `saves`."""
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
         path = options.saves_of or output_dir

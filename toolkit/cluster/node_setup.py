@@ -119,10 +119,7 @@ def listener_on(port: int) -> tuple[str, list[str]]:
 
 
 def local_address(head: str, *, peer: str | None) -> str:
-    """Return the address with which this node reaches the others: the source address of its route to the head.
-
-    The head's route to itself is the loopback; there, the route to `peer` counts.
-    """
+    """Return the source address of this node's route to the head; there, of its route to `peer`."""
     return source_address(resolve(peer, seconds=0) if peer and is_this_node(head) else head)
 
 

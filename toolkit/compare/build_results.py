@@ -53,10 +53,7 @@ GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def unfinished_results(folder: Path, price_per_gpu_hour: float | None) -> Results | None:
-    """Return the results of a comparison that stopped, from its files alone; None for one with a result of all trials.
-
-    Raises ToolkitError for one without a finished trial.
-    """
+    """Return the results of a stopped comparison; None for a complete one. Raises ToolkitError without a trial."""
     if not (folder / SPEC_FILE).is_file():
         return None
     spec = ComparisonSpec.model_validate(read_json_object(folder / SPEC_FILE))
@@ -132,10 +129,7 @@ def build_results(
 
 
 def at_price(results: Results, price_per_gpu_hour: float) -> Results:
-    """Return the same results with each row's cost of a million tokens without padding, at another price.
-
-    It is unknown without a speed, and on a CPU: no GPU is rented.
-    """
+    """Return the results with each row's cost of a million tokens; unknown without a speed, and on a CPU."""
     rows = []
     for row in results.rows:
         speed = row.non_padding_tokens_per_second

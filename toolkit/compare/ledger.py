@@ -191,10 +191,7 @@ def read_run_record(
 
 
 def read_side_run(record: LedgerRecord, name: str, folder: RunFolder, kinds: Sequence[SideRunKind]) -> LedgerRecord:
-    """Return a side run's record, with its profile and its checkpoint as far as it has them.
-
-    The timeline is of the last profiled step, each rank's start relative to the earliest rank's.
-    """
+    """Return a side run's record; its timeline is of the last profiled step, from the earliest rank's start on."""
     run = run_files.read_run(folder)
     profile = run.profile or run_files.Profile()
     steps, drawn = profile.steps or (), profile.timeline or ()

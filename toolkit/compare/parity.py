@@ -164,10 +164,7 @@ def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
 
 
 def preset_difference(trial: Run, expected: Mapping[str, Any], *, optimizer: str) -> str | None:
-    """Return the first fact that is not what the trial's preset, its command and the numerics contract specify.
-
-    The states of an optimizer other than fp32 AdamW are the run's own verification to check.
-    """
+    """Return the first fact that preset, command and numerics contract (fp32 AdamW) specify otherwise."""
     facts = _problem_of(trial)
     if facts.ranks != trial.world_size:
         return f"{facts.ranks} ranks attested, expected {trial.world_size}"

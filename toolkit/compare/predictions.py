@@ -58,10 +58,7 @@ def read_shape(job: Job | None) -> ModelShape | None:
 def planned_memory(
     spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None, gpu: Gpu | None = None
 ) -> MemoryPlan | None:
-    """Return the row's plan, for sequences of full length; None without a shape, or for what is not planned.
-
-    It is of a `gpu` that a dry run names, or of those of this node.
-    """
+    """Return a row's plan for sequences of full length, on `gpu` or this node's; None if nothing is planned."""
     if shape is None:
         return None
     with contextlib.suppress(ToolkitError):

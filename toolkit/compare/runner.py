@@ -215,11 +215,7 @@ class Runner:
             self.progress.finish(record)
 
     def start_run(self, row: RowKey, output_dir: Path, extra_arguments: Sequence[str] = ()) -> RunFolder:
-        """Train one row in fresh processes until it ends: the one place where a comparison starts a run.
-
-        A run that completed before its line was in the ledger is not repeated.
-        Raises ToolkitError for a run folder whose run.json is damaged.
-        """
+        """Train one row in fresh processes, unless it has completed. Raises ToolkitError for a damaged run.json."""
         run_folder = RunFolder(output_dir)
         if (lock := run_folder.hold(wait_seconds=ORPHAN_SECONDS)) is not None:
             os.close(lock)
@@ -357,10 +353,7 @@ def run_comparison(options: CompareOptions, *, as_json: bool = False) -> None:
 
 
 def check_comparison(runner: Runner) -> Runner:
-    """Check everything that can be known before a trial, and return the comparison with what was found.
-
-    Raises ToolkitError for an invalid job.
-    """
+    """Check what can be known before a trial, and return it. Raises ToolkitError for an invalid job."""
     options, spec = runner.options, runner.spec
     allocation, gpus = spec.allocation(), None if options.gpu is None else max(options.world_sizes)
     if allocation is not None and not spec.cpu:
@@ -435,10 +428,7 @@ def unsupported_rows(
 
 
 def write_report_again(folder: Path, *, price_per_gpu_hour: float | None, as_json: bool = False) -> None:
-    """Write the report from results.json, or of a stopped comparison from its ledger; with costs at another price.
-
-    Raises ToolkitError for a file of another name: its report would replace that of its folder.
-    """
+    """Write the report again, with costs at another price. Raises ToolkitError for a file of another name."""
     check_range("--price-per-gpu-hour", price_per_gpu_hour, PRICES)
     refuse_rehearsals([folder])
     if (unfinished := unfinished_results(user_path(folder), price_per_gpu_hour)) is not None:

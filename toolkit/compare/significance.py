@@ -141,10 +141,7 @@ def common_steps(trials: Sequence[Run]) -> int:
 
 
 def speeds_of(trials: Sequence[Run], steps: int, *, padding: bool = True) -> list[float]:
-    """Return the tokens per second of each repeat over its first timed steps; 0 for a speed that no clock gives.
-
-    Without `padding`, only other tokens are counted, in records that have their number: a script's may not.
-    """
+    """Return tokens per second (without `padding`, if counted) of each repeat's first steps; 0 without a clock."""
     speeds = []
     for trial in trials:
         numbers = trial.timed_step_numbers[:steps]
@@ -159,10 +156,7 @@ def speeds_of(trials: Sequence[Run], steps: int, *, padding: bool = True) -> lis
 
 
 def compare_with_baseline(row: Row, rows: Sequence[Row], speeds: Speeds, baseline: RowKey) -> dict[str, Any]:
-    """Return the row's ratio to the baseline with its claim, and its scaling, as columns.
-
-    Scaling is relative to the same preset with the fewest processes; there is none if it ran with a single number.
-    """
+    """Return columns: the ratio to the baseline, its claim, and scaling from the preset's fewest processes."""
     columns: dict[str, Any] = {"ratio_to_reference": None}
     if row.key not in speeds:
         return columns

@@ -144,10 +144,7 @@ class ComparisonSpec(BaseModel):
         return Job() if self.script_or_module else Job.from_argv(self.own_argv(row))
 
     def own_argv(self, row: RowKey) -> list[str]:
-        """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial.
-
-        Degrees of parallelism are for the presets that have the dimension; one that no preset has is refused later.
-        """
+        """Return the user's arguments for a row, with the degrees that its preset has, and then its batch."""
         if self.script_or_module:
             return [*self.training_arguments, *self.extra_arguments.get(row.preset, ())]
         known = {name for expected in self.expected.values() for name in expected.parallel}
@@ -233,10 +230,7 @@ class ComparisonSpec(BaseModel):
 
 
 def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tuple[str, ...]]:
-    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`.
-
-    Arguments of somebody's own script are not checked.
-    """
+    """Return name, preset and arguments of `NAME=PRESET --argument value`; a script's arguments are not checked."""
     name, equals, rest = text.partition("=")
     try:
         source, *extra = shlex.split(rest) or [""]
@@ -353,11 +347,7 @@ def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
 
 
 def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None:
-    """Write the specification into a new folder, or check the one that is resumed, with any repeats.
-
-    Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
-    cannot be written.
-    """
+    """Write a new specification, or check the one that is resumed. Raises ToolkitError for any other folder."""
     wanted, file = spec.as_json(), folder / SPEC_FILE
     present = read_json_object(file) if file.exists() else None
     if present is None:

@@ -71,10 +71,7 @@ def results_unit(results: Results) -> ByteUnit:
 
 
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
-    """Return the figures of each row that completed, without columns that no row has; `narrow` for a terminal.
-
-    The status is a column only where it is not `completed` everywhere.
-    """
+    """Return the figures of completed rows, without columns that no row has; `narrow` for a terminal."""
     unit, baseline = results_unit(results), one_line(results.reference)
     columns: dict[str, Column] = {}
     for listed in COLUMNS[name].split():

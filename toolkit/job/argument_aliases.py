@@ -36,10 +36,7 @@ HINTS: dict[str, str] = _TABLES["hints"]  # what to type for an argument that me
 
 
 def canonical_values(values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Return the keys and values of a configuration file in our words.
-
-    Raises ToolkitError for a value without a counterpart, and for an argument given under both names.
-    """
+    """Return a file's keys and values in our words. Raises ToolkitError for no counterpart, or for two names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         alias = ALIASES.get(name)

@@ -80,10 +80,7 @@ def check_evaluation(job: Job) -> None:
 
 
 def check_val_size(val_size: float, *, rows: int | None = None) -> int:
-    """Return the rows that are held out; `rows` is None where their number is not known yet, and then it is 0.
-
-    Raises ToolkitError unless so many can be held out.
-    """
+    """Return the rows held out, 0 if `rows` is not known. Raises ToolkitError unless so many can be."""
     if val_size <= 0 or (val_size > 1 and val_size != int(val_size)) or (rows is not None and val_size >= rows):
         fewer = "a number of rows" if rows is None else f"fewer than all {rows} rows"
         raise ToolkitError(f"--val_size is {val_size:g}, expected a fraction below 1 or {fewer}")

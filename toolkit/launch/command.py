@@ -161,10 +161,7 @@ def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
 
 
 def run_environment(preset: PresetSpec, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
-    """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks.
-
-    Raises ToolkitError for a folder of compiled ops that another user may write.
-    """
+    """Return the variables of a run's launcher. Raises ToolkitError for compiled ops that others may write."""
     check_extensions_folder()
     environment = process_environment(cpu=cpu, run_id=run_id) | {
         PRESET_VARIABLE: str(preset.accelerate_config_path),

@@ -282,10 +282,7 @@ def _run_attempt(
 
 
 def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
-    """Send SIGTERM to each rank itself, so that it saves a checkpoint and exits. False where no rank is alive.
-
-    torch's elastic agent would kill the ranks 30 s after its own SIGTERM.
-    """
+    """Send SIGTERM to each rank itself: torch's agent would kill it in 30 s. False where no rank is alive."""
     heartbeats = [found for found in read_heartbeats(folder.path / "ranks") if found.process is not None]
     for heartbeat in heartbeats:
         with contextlib.suppress(OSError):
@@ -305,10 +302,7 @@ class Restarts:
     checkpoint: Path | None = None  # what the next attempt resumes from
 
     def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
-        """Prepare the folder for a restart, with its checkpoints and rows kept, and return the lines to print.
-
-        None for a run that is not to be restarted.
-        """
+        """Prepare the folder for a restart, and return the lines to print; None for a run that has ended."""
         later = (self.folder.path / "training-2").exists()  # no checkpoint brings a script there
         if later or len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return None

@@ -60,10 +60,7 @@ class NvmeDisk:
 
 
 def check_nvme(run: TrainingRun) -> NvmeDisk | None:
-    """Check the disk and measure its rates; None for a preset without NVMe offload.
-
-    Raises ToolkitError for the first problem.
-    """
+    """Check the disk and measure its rates; None without NVMe offload. Raises ToolkitError for a problem."""
     path, on_cpu = nvme_path_of(run.preset, run.nvme_path), run.device.type == "cpu"
     if path is None:
         return None
@@ -91,10 +88,7 @@ def check_nvme(run: TrainingRun) -> NvmeDisk | None:
 
 
 def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
-    """Return the disk that a run of this preset offloads to; None without NVMe offload.
-
-    Raises ToolkitError where no disk is given, or the preset's file fixes one.
-    """
+    """Return the disk that a preset offloads to, None for none. Raises ToolkitError if none is given, or is fixed."""
     blocks = nvme_blocks(preset.zero_block)
     if not blocks:
         return None
@@ -171,8 +165,5 @@ def locked_memory_warnings() -> tuple[str, ...]:
 
 
 def swap_folder(nvme_path: Path, run_id: str) -> Path:
-    """Return the folder of one run's swap files; each rank has folders of its own in it.
-
-    DeepSpeed empties its parameter folder when it starts, so two runs must never share one.
-    """
+    """Return the folder of one run's swap files, never shared: DeepSpeed empties it when it starts."""
     return nvme_path / f"finetune-toolkit-{run_id}"

@@ -53,10 +53,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def check_run(run: TrainingRun) -> TrainingRun:
-    """Check everything but the output folder, which a comparison chooses itself.
-
-    Returns the run with its warnings and accumulation steps. Raises ToolkitError for the first problem.
-    """
+    """Check all but the output folder; return the run with warnings and steps. Raises ToolkitError for a problem."""
     job = run.job
     check_process_count(run)
     check_required(job, ("model_name_or_path", "dataset"))
@@ -91,10 +88,7 @@ def device_of(*, on_cpu: bool, ranks_per_gpu: int = 1, gpus: int | None = None) 
 
 
 def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
-    """Raise ToolkitError, with the line to type, for a library that the ranks import and that is missing, or too old.
-
-    And for GPUs that are named in a way that it does not compile its ops for.
-    """
+    """Raise ToolkitError for a missing or old library of the ranks, and GPUs that its ops are not compiled for."""
     engine = preset.traits.libraries
     if runs_script:  # which may need other versions than our own script
         require(*TRAIN[:3], *engine)
@@ -124,10 +118,7 @@ def check_required(job: Job, names: Sequence[str]) -> None:
 
 
 def check_model(name: str, *, revision: str | None = None, starts: bool = True) -> dict[str, Any]:
-    """Check that a model is a local folder with configuration and weights, or an id on the hub.
-
-    Returns its configuration: where nothing `starts`, the one that plans have of a model that they know by name.
-    """
+    """Check a model's folder, or its id on the hub; return its configuration (if nothing `starts`, the plan's)."""
     folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
@@ -143,20 +134,14 @@ def check_model(name: str, *, revision: str | None = None, starts: bool = True) 
 
 
 def check_dataset(job: Job) -> int | None:
-    """Check each row of the local files of `--dataset`, and return the rows of an epoch.
-
-    None where that is not known: with a hub id, or a very long file.
-    """
+    """Check each row of the local files of `--dataset`, and return the rows of an epoch; None if not known."""
     rows = _rows_of(job, "dataset")
     known = [count for count in rows if count is not None]
     return sum(rows_per_epoch(known, job.dataset_weights or None)) if len(known) == len(rows) else None
 
 
 def check_chat_template(job: Job) -> None:
-    """Raise ToolkitError for a file of `--chat_template` that cannot be read, or is not a template.
-
-    What depends on the tokenizer and the rows is reported by the rank that tokenizes them.
-    """
+    """Raise ToolkitError for a file of `--chat_template` that cannot be read, or is not a template."""
     if job.chat_template is None:
         return
     from jinja2 import Environment, TemplateSyntaxError

@@ -74,10 +74,7 @@ class TrainingRun:
         return replace(self, job=with_accumulation(self.job, data_parallel_size=groups, ranks_per_batch=shared_by))
 
     def differences(self, found: Manifest) -> dict[str, tuple[Any, Any]]:
-        """Return what makes a checkpoint not fit, with the values then and now; empty for one that is loaded as it is.
-
-        One of a model that was sharded at load fits every other such layout.
-        """
+        """Return what makes a checkpoint not fit, with the values then and now; empty where it is loaded as it is."""
         preset, here = self.preset, self.layout
         if found.sharded_at_load and preset.sharded_at_load:
             return {}
@@ -204,10 +201,7 @@ def remove_converted(output_dir: Path) -> None:
 
 
 def checkpoint_to_resume(job: Job) -> Checkpoint | None:
-    """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder.
-
-    Raises ToolkitError for a folder that is no complete checkpoint.
-    """
+    """Return the checkpoint to resume: as named, or the newest complete. Raises ToolkitError for another."""
     if not job.resumes:
         return None
     named = str(job.resume_from_checkpoint)
@@ -217,10 +211,7 @@ def checkpoint_to_resume(job: Job) -> Checkpoint | None:
 
 
 def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:
-    """Return True if another preset or number of processes wrote the checkpoint, such that its shards do not fit.
-
-    Raises ToolkitError for another global batch size.
-    """
+    """Return True if a checkpoint's shards do not fit. Raises ToolkitError for another global batch size."""
     if checkpoint.manifest is None or not run.differences(checkpoint.manifest):
         return False
     check_same_batch(checkpoint, run.global_batch_size)

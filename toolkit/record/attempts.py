@@ -105,10 +105,7 @@ def restart_record(
 
 
 def record_restart(folder: RunFolder, *, resumed_step: int) -> list[dict[str, Any]]:
-    """Return the `restarts` of a run that resumes in its own folder, of which the last is that of the attempt before.
-
-    An attempt whose ranks could not write how they ended has failed. Empty where there is nothing to resume.
-    """
+    """Return the `restarts` of a run that resumes in its own folder, with that of the attempt before."""
     run = folder.read_run() or {}
     if not has_trained(folder) or run.get("status") == status.COMPLETED:
         return list(run.get("restarts", []))

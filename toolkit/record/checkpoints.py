@@ -205,10 +205,7 @@ def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
 
 
 def latest_complete(output_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint with all its files in their sizes; each one that is skipped is reported on stderr.
-
-    For where nothing is being saved.
-    """
+    """Return the newest complete checkpoint, by sizes; skipped ones are printed. Nothing may be saving."""
     _restore_replaced(output_dir)
     for checkpoint in list_checkpoints(output_dir):
         if (problem := checkpoint.problem()) is None:
@@ -267,10 +264,7 @@ def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) 
 
 
 def add_checksums(checkpoint: Path) -> None:
-    """Read a complete checkpoint back, and add the SHA-256 of each file that is seen from here to its manifest.
-
-    Raises OSError or ToolkitError for one that is removed meanwhile.
-    """
+    """Add SHA-256 to a manifest, by reading back. Raises OSError or ToolkitError for one that is removed."""
     manifest = read_json_object(checkpoint / MANIFEST, limits=_LIMITS)
     for entry in manifest["files"]:
         with contextlib.suppress(ToolkitError):  # on another node's disk

@@ -70,10 +70,7 @@ class RunFolder:
         return Path((self.read_run() or {}).get("checkpoints_folder") or self.path)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
-        """Merge facts into run.json, and return its content.
-
-        One process after the other: the launcher, rank 0 and a rank that fails may all have something to say.
-        """
+        """Merge facts into run.json, one process after the other, and return its content."""
         with _alone(self.path / "ranks" / RUN_JSON_LOCK):
             run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
             write_json(self.run_json, run)
@@ -180,10 +177,7 @@ def content_sha256(content: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one.
-
-    Each secret in it is `***`.
-    """
+    """Write JSON under a temporary name, then rename it: a reader sees the old or the new. Secrets are `***`."""
     text = json.dumps(hide_secrets(content), indent=2, default=lambda value: hide_secrets(str(value)))
     write_text(path, text + "\n")
 

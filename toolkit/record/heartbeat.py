@@ -158,10 +158,7 @@ def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: flo
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Return the frames of the main thread, innermost first: `backward (autograd/graph.py, line 7)`.
-
-    faulthandler writes the main thread last.
-    """
+    """Return the main thread's frames (the last that faulthandler writes): `backward (autograd/graph.py, line 7)`."""
     last = re.split(r"(?:Current thread|Thread) 0x", stacks)[-1]
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, flags=re.MULTILINE)
     return [f"{function} ({'/'.join(Path(file).parts[-2:])}, line {line})" for file, line, function in found]
@@ -224,10 +221,7 @@ def hang_failure(ranks: Path, *, limit_seconds: float) -> dict[str, Any]:
 def suspects(
     heartbeats: Sequence[Heartbeat], *, unresponsive: Mapping[int, str], stacks: Mapping[str, str]
 ) -> list[int]:
-    """Return the ranks that block the others: unresponsive ones, else those behind, else those outside a collective.
-
-    Where that is all ranks or none, the cause is unknown, and the list is empty.
-    """
+    """Return ranks that block the others: unresponsive, behind, or outside a collective; empty if unknown."""
 
     def waits(heartbeat: Heartbeat) -> bool:
         return any(_COLLECTIVE.search(frame) for frame in main_thread(stacks.get(str(heartbeat.rank), ""))[:12])

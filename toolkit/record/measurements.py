@@ -219,10 +219,7 @@ class StepRow(BaseModel):
 
 
 def read_rows(path: Path) -> list[StepRow]:
-    """Return the rows of one rank, without a last line that was cut off while being written.
-
-    Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
-    """
+    """Return a rank's rows, without a last line that was cut off. Raises ToolkitError for any other damage."""
     rows = []
     for name, content in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
         try:
@@ -333,10 +330,7 @@ def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, 
 
 
 def rank_skew(steps: list[list[StepRow]]) -> float | None:
-    """Return the slowest rank's time over the median rank's, where ranks do not wait for each other.
-
-    The lower median is used: of two ranks, the faster. None where a row has no `own_seconds`.
-    """
+    """Return the slowest rank's own seconds over the (lower) median rank's; None where a row has none."""
     of_ranks = [[row.own_seconds for row in rows if row.own_seconds] for rows in _by_rank(steps)]
     if not steps or sum(map(len, of_ranks)) < sum(map(len, steps)):
         return None
@@ -390,10 +384,7 @@ def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
 
 
 def energy_joules(ranks: Sequence[Sequence[StepRow]], *, seconds: float) -> float | None:
-    """Return the mean power between each rank's first and last reading, times `seconds`, summed over ranks.
-
-    None where a rank has fewer than two readings: a GPU without a counter, or too short a run.
-    """
+    """Return the ranks' mean power between readings, times `seconds`; None where one has fewer than two."""
     if not ranks or len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
         return None
     watts = 0.0

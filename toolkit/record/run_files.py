@@ -87,10 +87,7 @@ SCHEDULER_VARIABLES = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK
 
 
 def describe_slowest_save(saves: Sequence[SaveRecord], environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning that the slowest checkpoint takes longer than clouds give notice; None where none did.
-
-    Also None for a run on one node that no scheduler has started and nothing restarts.
-    """
+    """Return a warning where the slowest checkpoint exceeds clouds' notice and the run may lose a node; else None."""
     complete = [save for save in saves if save.kind == "checkpoint" and save.seconds is not None]
     if not complete:
         return None
@@ -156,10 +153,7 @@ class RecordedAttestation(_RunFile):
 
 
 def read_run_file(path: Path, kind: type[Parsed]) -> Parsed:
-    """Return one file of a run folder, empty where there is none.
-
-    Raises ToolkitError for one that cannot be read, or has another value than its kind.
-    """
+    """Return a file of a run folder, empty where there is none. Raises ToolkitError for a damaged one."""
     try:
         # A loss that no comparison reads may be no number.
         return kind.model_validate(read_json_object(path, allow_nan=True) if os.path.lexists(path) else {})

@@ -226,10 +226,7 @@ def spent(after: int, num_rounds: int) -> float:
 
 
 def after_round(figures: Figures, *, num_settings: int, num_rounds: int, error: float = ERROR) -> Race:
-    """Return the race after the last complete round.
-
-    `num_settings` is K, with those that were eliminated before, and `num_rounds` is R, 2 or more.
-    """
+    """Return the race after the last complete round, of `num_settings` (K, all) and `num_rounds` (R, at least 2)."""
     rounds = max(map(len, figures.values()))
     left = {name: values for name, values in figures.items() if len(values) == rounds}
     leader = min(left, key=lambda name: statistics.fmean(left[name]))
