@@ -36,8 +36,7 @@ from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_c
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
 WRITERS = {Zero.name: write_universal, Fsdp2.name: write_dcp, Ddp.name: write_plain, Single.name: write_plain}
-# Entries of torch's schedules with one value per parameter group.
-RATES = ("base_lrs", "_last_lr", "lr_lambdas")
+RATES = ("base_lrs", "_last_lr", "lr_lambdas")  # entries of torch's schedules with one value per parameter group
 
 
 def convert(

@@ -31,8 +31,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.model_weights import SavedTensor, damaged, read_weights, write_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# A mapped page counts as this process's memory until its mapping is dropped.
-MAPPED_BYTES = 64 * 2**20
+MAPPED_BYTES = 64 * 2**20  # a mapped page counts as this process's memory until its mapping is dropped
 _LARGEST_STEP = 2**53
 Value = TypeVar("Value")
 

@@ -55,8 +55,7 @@ from toolkit.record.folder import write_json
 from toolkit.record.status import is_disk_full
 from toolkit.units import MIB
 
-# A generous estimate of the tokenizer and configuration files beside the weights.
-SIDE_FILE_BYTES = 64 * MIB
+SIDE_FILE_BYTES = 64 * MIB  # a generous estimate of the tokenizer and configuration files beside the weights
 MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OTHER_CONFIG = "if its config.json is another model's: `--base-model FOLDER` with that of the trained one"

@@ -33,8 +33,7 @@ from toolkit.record.run_files import RecordedRun, read_run
 
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
 ASSUMED_SAVE_SECONDS = 120.0
-# Ranks agree on the last step through a store, and close files and process groups after the save.
-MARGIN_SECONDS = 30
+MARGIN_SECONDS = 30  # ranks agree on the last step through a store, and close files and process groups after the save
 # Connecting the ranks takes a minute on many nodes; compiling, in the first step, several.
 MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
 

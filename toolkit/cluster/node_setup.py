@@ -27,8 +27,7 @@ from toolkit.job.argument_values import Range, check_range
 
 ADDRESS_VARIABLE = "TOOLKIT_NODE_ADDRESS"
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# The DNS names of a Kubernetes job's pods appear a few seconds after the pods.
-RESOLVE_SECONDS = 120.0
+RESOLVE_SECONDS = 120.0  # the DNS names of a Kubernetes job's pods appear a few seconds after the pods
 RETRY_SECONDS = 2.0
 
 

@@ -27,8 +27,7 @@ from toolkit.launch.options import MAX_RESTARTS
 
 MAX_NODES = 10_000
 MAX_GPUS_PER_NODE = 1024
-# A job's name is part of host names, of which Kubernetes allows 63 characters with what it appends.
-MAX_NAME = 40
+MAX_NAME = 40  # a job's name is part of host names, of which Kubernetes allows 63 characters with what it appends
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DAY_SECONDS = 24 * 60 * 60
 Words = tuple[str, ...]

@@ -21,13 +21,11 @@ from toolkit.record.columns import column_of
 from toolkit.report.rendering import one_line, render, rich_table, write_report_file
 from toolkit.units import NOT_AVAILABLE, counted, gib, number, percent, seconds
 
-# https://owasp.org/www-community/attacks/CSV_Injection
-FORMULA = ("=", "+", "-", "@")
+FORMULA = ("=", "+", "-", "@")  # https://owasp.org/www-community/attacks/CSV_Injection
 CSV_COLUMNS = tuple(key for key in Row.model_fields if column_of(Row, key).in_csv)
 # What only the ledger has: the parity check reads it.
 ONLY_IN_LEDGER = {"step_non_padding_tokens", "step_supervised_tokens", "batch_sha256"}
-# Two lines of a terminal: the complete message is in report.md.
-MESSAGE_CHARACTERS = 180
+MESSAGE_CHARACTERS = 180  # two lines of a terminal: the complete message is in report.md
 NamesAndValues = list[tuple[str, str]]
 
 

@@ -70,8 +70,7 @@ LOSS_CURVE_FLOOR = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 CURVE_STEPS = 30
 # Three repeats span about two standard deviations; one more trial of the same problem lies within three such spans.
 BAND_SPANS = 3
-# The first timed step over the median of the others, from which on it belongs to the untimed steps.
-SLOW_FIRST_STEP = 2
+SLOW_FIRST_STEP = 2  # the first timed step over the median of the others, from which on it belongs to the untimed steps
 MIN_STEPS_TO_JUDGE_FIRST = 4
 
 

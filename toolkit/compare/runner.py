@@ -79,8 +79,7 @@ from toolkit.units import number, seconds, time_left
 # is gone; a save that is under way may take longer.
 ORPHAN_SECONDS = 120.0
 PROFILED_STEPS = 2
-# Optimizer states are allocated in the first step; the second holds everything.
-PROBE_STEPS = 2
+PROBE_STEPS = 2  # optimizer states are allocated in the first step; the second holds everything
 SECONDS_BETWEEN_LINES = 60.0
 
 

@@ -44,14 +44,11 @@ METHOD = (
     " 99 %, or more where over 5 rows are compared, so that a comparison without differences claims one at most once"
     " in twenty"
 )
-# Two presets are equally fast where the interval of their ratio lies within this share of 1.
-SAME_SPEED = 0.05
+SAME_SPEED = 0.05  # two presets are equally fast where the interval of their ratio lies within this share of 1
 Verdict = Literal["faster", "slower", "same speed", "unclear"]
 SIMPSON_INTERVALS = 200
-# Tokens per second beyond every GPU; damaged times, not speeds, are outside of it and of its inverse.
-FASTEST = 1e30
-# exp() of more overflows.
-LARGEST_LOG = 700.0
+FASTEST = 1e30  # tokens per second beyond every GPU; damaged times, not speeds, are outside of it and of its inverse
+LARGEST_LOG = 700.0  # exp() of more overflows
 
 Speeds = Mapping[RowKey, Sequence[float]]
 """Tokens per second, without padding, of each repeat of a row, over the same steps in all trials with its number of
@@ -197,8 +194,7 @@ def rank_of(row: Row, rows: Sequence[Row], speeds: Speeds) -> int | None:
 
 
 LabelledRow = tuple[str, Row]  # a row with the label that the report gives it
-# Two more narrow an interval more than longer trials do (docs/evidence/trust.md).
-MORE_REPEATS = 2
+MORE_REPEATS = 2  # two more narrow an interval more than longer trials do (docs/evidence/trust.md)
 FEWEST_REPEATS = 3
 ON_CPU = "No preset is recommended: a CPU shows memory and training, and its speeds say nothing about GPUs"
 

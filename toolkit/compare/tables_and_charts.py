@@ -18,8 +18,7 @@ from toolkit.report.rendering import UNKNOWN, Cell, Heading, Table, number_cell,
 from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, interval, number, percent, speed
 
 TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
-# A longer name would make the heading of the ratio wider than its figures.
-LONGEST_SHORT_NAME = 6
+LONGEST_SHORT_NAME = 6  # a longer name would make the heading of the ratio wider than its figures
 # Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
 COMPUTED = {
     "model_state_bytes": Column("model\nstates\n{unit}"),
@@ -55,8 +54,7 @@ COLUMNS: dict[TableName, str] = {
 }
 # Names of the model states in legends, in the order of their colors.
 PARTS = dict(zip(("parameters", "gradients", "optimizer"), MODEL_STATES, strict=True))
-# Losses that differ by less than this share of a chart's height are one line.
-SAME_LINE = 0.005
+SAME_LINE = 0.005  # losses that differ by less than this share of a chart's height are one line
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
 # Two lanes in the row of a rank: compute and waiting for data above, communication below.

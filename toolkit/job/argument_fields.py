@@ -27,8 +27,7 @@ from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import SCHEDULES
 
-# Gradient compression hooks of torch (`toolkit/train/engine/comm_hooks.py`).
-COMM_HOOKS = ("bf16", "fp16", "power_sgd")
+COMM_HOOKS = ("bf16", "fp16", "power_sgd")  # gradient compression hooks of torch (`toolkit/train/engine/comm_hooks.py`)
 WORKERS_PER_RANK = 1024  # no node has as many cores for each rank
 
 _COUNT = Range(lowest=1)

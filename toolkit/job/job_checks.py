@@ -65,8 +65,7 @@ PREREQUISITES = {
     **dict.fromkeys(POWER_SGD_OPTIONS, "ddp_comm_hook"),
 }
 
-# Metrics of an evaluation: `evaluation_figures`.
-EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
+EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")  # metrics of an evaluation: `evaluation_figures`
 # What people give to AdamW here, and the argument that sets it.
 OPTIM_ARGS_HINTS = {
     "beta1": "`--adam_beta1`",

@@ -33,8 +33,7 @@ from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 # In the environment of every process of a run, so that all of them are found and ended.
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 PRESET_VARIABLE = "TOOLKIT_PRESET"
-# The disk that ranks offload to, for presets that use NVMe.
-NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
+NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"  # the disk that ranks offload to, for presets that use NVMe
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
 UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # accelerate's launcher functions also set where the ranks meet, which torchrun has told them.

@@ -31,8 +31,7 @@ NVME_PATH_HINT = f"`toolkit train --nvme-path DIR`, or {NVME_PATH_VARIABLE}=DIR 
 # Bytes on disk for each trained parameter, fp32: master, momentum and variance; and the gradient on its way to them.
 OPTIMIZER_BYTES = 12
 GRADIENT_BYTES = 4
-# The parameter itself, in the compute dtype.
-PARAM_BYTES_GPU, PARAM_BYTES_CPU = 2, 4
+PARAM_BYTES_GPU, PARAM_BYTES_CPU = 2, 4  # the parameter itself, in the compute dtype
 # DeepSpeed locks its I/O buffers in memory. Below this limit even the smallest useful buffers fail.
 LOCKED_BYTES_AT_LEAST = 2**30
 

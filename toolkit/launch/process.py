@@ -41,8 +41,7 @@ CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
 ROOT_CAUSE = "Root Cause (first observed failure)"
 _EXITED_BY_SIGNAL = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
 _REFUSED = re.compile(r"exitcode\s+: 2 ")
-# The agent itself ends the other ranks with these.
-_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the agent itself ends the other ranks with these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

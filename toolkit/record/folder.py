@@ -28,8 +28,7 @@ from toolkit.files.secrets import hide_secrets
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 # For a script of the user's own: the checkpoint that its first training resumes from; empty if a restart may name one.
 RESUME_VARIABLE = "TOOLKIT_RESUME"
-# The ranks that the job asked for, in all.
-WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
+WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"  # the ranks that the job asked for, in all
 SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1

@@ -30,8 +30,7 @@ DEFAULT_HANG_TIMEOUT_MINUTES = 20.0
 # Names the attempt whose ranks write here: those of an earlier one, on a node that was cut off, stop when they see it.
 ATTEMPT_ID = "attempt.id"
 ATTEMPT_ID_CHARACTERS = 32
-# Created by the rank that reports a hang, so that only one does.
-HANG_CLAIM = "hang.claim"
+HANG_CLAIM = "hang.claim"  # created by the rank that reports a hang, so that only one does
 # Makes a rank write the stacks of all its threads, for which it registers faulthandler: in C, even under the GIL.
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_CHARACTERS = 8000
@@ -39,8 +38,7 @@ STACKS_CHARACTERS = 8000
 _LAST_LINE = re.compile(r"(?: in (?:<module>|_run_module_as_main)|\n  \.\.\.)\s*\Z")
 # Frames of a main thread that waits for other ranks in a collective.
 _COLLECTIVE = re.compile(r"\((distributed/|comm/|autograd/graph\.py|utils/operations\.py)")
-# A rank writes every second; one that has not for this long does not run.
-UNRESPONSIVE_SECONDS = 5.0
+UNRESPONSIVE_SECONDS = 5.0  # a rank writes every second; one that has not for this long does not run
 HINT = "failure.json has the stacks of all ranks; slow steps need a longer `--hang-timeout-minutes`"
 
 
