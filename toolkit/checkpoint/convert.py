@@ -107,7 +107,6 @@ def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
 
 
 def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> None:
-    """Copy what does not depend on the engine: schedule, Trainer state, tokenizer, configuration, random states."""
     names = ("scheduler.pt", "trainer_state.json", "training_args.bin", "stream_rank*.json")
     patterns = [*names, "rng_state*.pth"] if same_ranks else names
     copied: list[Path | None] = [file for pattern in patterns for file in sorted(files.path.glob(pattern))]
@@ -148,7 +147,6 @@ def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -
 def _converted_manifest(
     files: ModelFiles, reader: CheckpointReader, preset: PresetSpec, num_processes: int, layout: ParallelLayout | None
 ) -> dict[str, Any]:
-    """The source's manifest with the new preset, or a new one if the source has none."""
     manifest, recorded, batch = files.manifest, {}, {}
     if manifest is not None:
         recorded = manifest.model_dump(exclude_unset=True, exclude={"files", "sha256", "schema_version"})

@@ -273,7 +273,6 @@ class _Piece(NamedTuple):
 def _group(
     names: Iterable[str], transforms: list[Any], *, reverse: bool = False, known: Container[str] = ()
 ) -> dict[str, list[_Piece]]:
-    """Group names by what is made of them; `known` ones stay as they are."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]

@@ -86,10 +86,7 @@ def export(
     trust_pickle: bool = False,
     weights_only: bool = False,
 ) -> ExportResult:
-    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing.
-
-    `weights_only` takes names and shapes from the checkpoint: of a model whose class transformers does not have.
-    """
+    """Write a checkpoint's model or adapter into `out`, or raise ToolkitError; `weights_only` asks for no class."""
     path = newest_of_script(path)
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -355,7 +352,6 @@ def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
 
 
 def _reloaded_logits(model: Path, files: ModelFiles, model_class: Any, recorded: Fingerprint) -> torch.Tensor:
-    """Load the model on the CPU in fp32, a 4-bit base in 4 bits, and return the logits of the last position."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -314,11 +314,7 @@ class ZeroReader:
 
 
 def write_universal(folder: Path, reader: CheckpointReader, _model: MetaModel, groups: list[list[str]]) -> None:
-    """Write a universal checkpoint, which every ZeRO stage and world size loads.
-
-    `latest_universal`, `global_stepN_universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`, and the global state.
-    DeepSpeed's `ds_to_universal` converts DeepSpeed's own checkpoints only.
-    """
+    """Write a universal checkpoint, `global_stepN_universal/zero/NAME/`, which every ZeRO stage and size loads."""
     step = reader.optimizer_step()
     tag = f"global_step{int(step)}_universal"
     states = folder / tag / "zero"

@@ -187,7 +187,6 @@ def _printed(name: str, model: str, options: Mapping[str, str]) -> str:
 
 
 def _files_of(preset: str) -> str:
-    """Return the files of a preset that ships with the toolkit as a zip, base64."""
     import zipfile
 
     from toolkit.presets.preset import load_preset

@@ -126,7 +126,6 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
 
 
 def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:
-    """Return a command's request; with `--measured` on the run's GPU, calibrated, and the run beside its plan."""
     if options.measured is None:
         return request_of(options), None
     from toolkit.plan.measured_run import MeasuredRun  # reads run folders, which a browser cannot

@@ -117,7 +117,6 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
 
 
 def _check_node(prepared: PreparedRun) -> None:
-    """Warn of more ranks than cores. Raises ToolkitError where the model states of all ranks exceed the host memory."""
     from toolkit.hardware.node import usable_memory_bytes
     from toolkit.models.read_model import read_model
     from toolkit.plan.planned_job import PlannedJob

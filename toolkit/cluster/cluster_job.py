@@ -104,10 +104,7 @@ def preset_word(preset: PresetSpec) -> str:
 
 
 def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
-    """Check the job for each number of nodes. Raises ToolkitError for the first problem.
-
-    `shares_files` is true where the nodes are expected to see the files of this one: the output folder is then checked.
-    """
+    """Check the job for each number of nodes, and the output folder if it `shares_files`. Raises ToolkitError."""
     if len(options.preset) > 1:
         raise ToolkitError(
             f"several presets ({', '.join(options.preset)}) are a comparison, which needs SLURM to start its trials",
@@ -174,7 +171,6 @@ def check_world_sizes(options: JobOptions, preset: PresetSpec, job: Job) -> None
 
 
 def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str], job: Job) -> tuple[list[str], Job]:
-    """Give an elastic run its global batch. Raises ToolkitError where a number of nodes cannot keep it."""
     if not options.elastic:
         return argv, job
     if job.global_batch_size is None:

@@ -179,10 +179,7 @@ def deliver(
     warnings: Sequence[str] = (),
     grace_seconds: int | None = None,
 ) -> None:
-    """Print a job file, or write it to `--output`; with `submit`, give it to that command as its last word.
-
-    Raises ToolkitError where the file cannot be written or the command is not installed, RunFailed where it fails.
-    """
+    """Print a job file, write it to `--output`, or give it to `submit`. Raises ToolkitError, or RunFailed."""
     output = options.output
     if options.as_json and submit is not None:
         hint = "`--output FILE --json`, and submit that file"

@@ -79,10 +79,7 @@ def build_results(
     price_per_gpu_hour: float | None = None,
     stopped_on: Environment | None = None,
 ) -> Results:
-    """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason.
-
-    `stopped_on` is the node on which a comparison was stopped before its last trial; None for a complete one, here.
-    """
+    """Return the results in `folder`. `unsupported`: row name to reason; `stopped_on`: node of an unfinished one."""
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     job = spec.own_job
@@ -201,7 +198,6 @@ def aggregate_trials(
 
 
 def _row(key: RowKey, trials: Sequence[Run], steps: int) -> Row:
-    """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
     failed = next((trial for trial in trials if not trial.completed), None)
     order = sorted(zip(significance.speeds_of(trials, steps), range(len(trials)), strict=True))
     middle = trials[order[(len(order) - 1) // 2][1] if steps else 0]  # of the median speed, the slower of two
@@ -285,7 +281,6 @@ def _with_derived_columns(
 
 
 def _numbers(spec: ComparisonSpec, row: RowKey, trials: Sequence[Run]) -> Job | TrainedProblem:
-    """Return seed and batch of a row: by its job, or as the Trainer of somebody's own script had them."""
     if not spec.script_or_module:
         return spec.job(row)
     return next((trial.problem for trial in trials if trial.key == row and trial.problem), TrainedProblem())

@@ -130,7 +130,6 @@ class CompareOptions(ScriptOptions):
             )
 
     def _check_script(self) -> None:
-        """Raise ToolkitError for options that need a script whose arguments are known, or that only another one has."""
         if not self.runs_script:
             if self.stop_after_steps is not None:
                 instead = f"our script has `-- --max_steps {self.stop_after_steps}`"

@@ -260,7 +260,6 @@ def _problem_of(trial: Run) -> TrainedProblem:
 
 
 def _shown(value: Any) -> str:
-    """A digest by its first digits; values that ranks do not share, rank by rank."""
     if isinstance(value, list):
         return f"{', '.join(map(_shown, value))} by rank"
     return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)

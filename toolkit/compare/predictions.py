@@ -93,11 +93,7 @@ def expected_duration(
     shape: ModelShape | None = None,
     gpu: Gpu | None = None,
 ) -> ExpectedDuration | None:
-    """Return the seconds of one trial of the row, lowest and highest; None if nothing is known.
-
-    The row's own trials in the ledger come first, then the planner's step time, then the trials of other rows. Probes
-    and side runs count for nothing: they have few steps.
-    """
+    """Return a trial's seconds: by the row's own trials, by the plan, or by others' trials; None if unknown."""
     trials = [record for record in records.values() if record.kind == "trial" and record.completed]
     own, others = (
         [trial.wall_seconds for trial in trials if trial.wall_seconds and (trial.key == row) is is_own]
@@ -224,7 +220,6 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
 
 
 def _total(durations: Sequence[tuple[int, Sequence[Any] | None]], price_per_gpu_hour: float | None) -> str:
-    """The time of trials, and its cost, by the processes and the seconds (lowest, highest) of each."""
     ends = [(size, *span[:2]) for size, span in durations if span is not None]
     if len(ends) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")

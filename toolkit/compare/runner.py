@@ -256,11 +256,7 @@ def side_run_arguments(kinds: Sequence[SideRunKind], *, untimed_steps: int) -> l
 def search(
     known: Mapping[int, LedgerRecord], probe: Callable[[int], LedgerRecord], *, start: int, cap: int
 ) -> int | None:
-    """Return the largest per-GPU batch up to `cap` that runs, None if none does. Sizes in `known` are not probed again.
-
-    A failure for another reason than memory means that the size does not run. If no size has run yet, the reason is
-    not the size, and no smaller one is tried.
-    """
+    """Return the largest batch up to `cap` that runs, or None; a failure other than memory before any ran ends it."""
     probes = dict(known)
     low, high, size = 0, cap + 1, min(start, cap)  # low runs, high does not
     while high - low > 1:
@@ -303,7 +299,6 @@ def _probe(runner: Runner, row: RowKey, size: int) -> LedgerRecord:
 
 
 def _record_failure(runner: Runner, row: RowKey) -> str:
-    """Record the outcome of the smallest size as the row's first trial; return the reason."""
     records = runner.ledger.read()
     size, probe = next(iter(probes_of(records, row).items()))
     reason = f"per-GPU batch {size} ended as {probe.status}"

@@ -341,7 +341,6 @@ def _useful_interval(row: Row) -> Interval:
 
 
 def _bytes_on_cpu(ranked: Sequence[LabelledRow]) -> list[str]:
-    """What a CPU shows: parity, and what the same rows would hold on GPUs."""
     lines = [f"{_names([label for label, _ in ranked])} trained the same problem"] if len(ranked) > 1 else []
     planned = {label: row.planned_gpu_state_bytes or 0 for label, row in ranked}
     if all(planned.values()):

@@ -248,7 +248,6 @@ def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tu
 
 
 def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, tuple[str, ...]]]:
-    """Each preset and variant by name: its preset, what `load_preset` takes, and the arguments that it alone has."""
     loaded: dict[str, tuple[PresetSpec, str, tuple[str, ...]]] = {}
     variants = [parse_variant(text, runs_script=options.runs_script) for text in options.variant]
     for name, source, words in [*(("", name, ()) for name in options.preset), *variants]:
@@ -266,11 +265,7 @@ def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, t
 
 
 def make_specification(options: CompareOptions) -> ComparisonSpec:
-    """Return the comparison that the options describe.
-
-    Raises ToolkitError for no preset, a repeated name, an unknown baseline, an impossible batch, too many trials, and a
-    script that is not there.
-    """
+    """Return the comparison that the options describe. Raises ToolkitError for options that make none."""
     trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
     if trials > MAX_TRIALS:
         raise ToolkitError(

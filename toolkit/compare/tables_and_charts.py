@@ -268,7 +268,6 @@ def losses_chart(results: Results) -> charts.LineChart | None:
 
 
 def _loss_differences(row: Row, other: Row) -> tuple[float, float]:
-    """The largest difference of two curves, and the largest relative one; infinite where one of them lacks a step."""
     pairs = list(zip_longest(row.losses, other.losses))
     differences = [(abs(a - b), abs(a - b) / (abs(b) or 1.0)) for a, b in pairs if a is not None and b is not None]
     if not pairs or len(differences) < len(pairs):

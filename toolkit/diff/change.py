@@ -145,7 +145,6 @@ def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 
 def _linted(file: Path, root: Path) -> list[Finding] | None:
-    """The findings of a file, with paths from its root; None where it is no configuration, or not there."""
     if not file.is_file():
         return None
     try:

@@ -192,10 +192,7 @@ class DataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of transformers' `TrainingArguments` that the toolkit reads; a test compares the defaults.
-
-    Ranges: torch's AdamW refuses anything else, but for the weight decay of a group, which nobody checks.
-    """
+    """The arguments of transformers' `TrainingArguments` that the toolkit reads; ranges as torch's AdamW has them."""
 
     output_dir: str | None = _argument(None)
     per_device_train_batch_size: int = _argument(PER_DEVICE_TRAIN_BATCH_SIZE, limits=_SIZE)

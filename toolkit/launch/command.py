@@ -192,10 +192,7 @@ def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
 
 
 def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for its ranks, the same for all of them.
-
-    torchrun adds `rank_environment`. `OMP_NUM_THREADS` is left out: it depends on the node, not on the preset.
-    """
+    """Return what `accelerate launch` sets for all ranks, without `OMP_NUM_THREADS`, which depends on the node."""
     from accelerate.commands import launch
 
     options = accelerate_options(preset, world_size=world_size)

@@ -84,11 +84,7 @@ class PreparedRun:
 
 
 def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
-    """Check the options, and build the launch command.
-
-    A checkpoint of another preset or number of processes is converted into the run folder, unless this is a dry run;
-    `train` removes it at the end. Raises ToolkitError for the first problem.
-    """
+    """Check the options, convert a checkpoint if needed, and build the command. Raises ToolkitError for a problem."""
     preset = load_preset(options.preset)
     check_libraries(preset, runs_script=options.runs_script)
     processes = options.world_size(preset)
@@ -200,10 +196,7 @@ def run_training(
     reuse: Reuse = "never",
     resumes: bool = False,
 ) -> RunResult:
-    """Train in `output_dir`, with as many restarts as the options allow; `resumes` if the job names a checkpoint.
-
-    Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
-    """
+    """Train in `output_dir`, with restarts; `resumes` if a checkpoint is named. Raises ToolkitError for the folder."""
     folder = RunFolder(output_dir)
     with contextlib.ExitStack() as at_the_end:
         if (lock := folder.hold()) is not None:

@@ -222,10 +222,7 @@ def saved_bytes(job: Job, engine: Engine) -> int:
 
 
 def checkpoints_on_disk(job: Job) -> int:
-    """Return the largest number of checkpoints on disk at once: an old one is removed after the new one is complete.
-
-    Where the number of saves is not known before the data are read: `save_total_limit` + 1, or one.
-    """
+    """Return the most checkpoints on disk at once; without --max_steps `save_total_limit` + 1, or one."""
     if not job.saves_checkpoints:
         return 0
     limit, steps, every = job.save_total_limit or 0, job.max_steps, job.save_steps

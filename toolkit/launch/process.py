@@ -215,11 +215,7 @@ class RunResult:
 
 
 def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log_start: int = 0) -> RunResult:
-    """Determine how the run ended, and write it to run.json and failure.json.
-
-    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in
-    train.log at which this attempt's begins.
-    """
+    """Write to run.json and failure.json how a run ended; `log_start` is where its part of train.log begins."""
     text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
     final_status: str = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
@@ -278,7 +274,6 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
 
 
 def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
-    """No rank could report: say what is known, and where to look."""
     refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
     printed = printed_errors(log) if refused and final_status == status.FAILED else []
     if printed:  # by a rank that refused its input before it had a run folder

@@ -219,11 +219,7 @@ def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:
 
 
 def convert_checkpoint(checkpoint: Checkpoint, run: TrainingRun, *, on_message: Callable[[str], None]) -> Path:
-    """Convert a checkpoint whose shards do not fit the run, and return the copy; the last value of a flag wins.
-
-    `toolkit checkpoint convert` runs as a child process: the launcher does not import torch, and a rank has its own.
-    Raises ToolkitError for a conversion that is not supported.
-    """
+    """Convert a checkpoint in a child process with torch, and return the copy. Raises ToolkitError if it fails."""
     manifest = checkpoint.manifest
     assert manifest is not None, "a checkpoint without one is not converted"
     remove_converted(run.output_dir)

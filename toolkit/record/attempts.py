@@ -47,11 +47,7 @@ def check_start(folder: RunFolder, reuse: Reuse = "never") -> None:
 
 
 def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
-    """Prepare the folder, which this process holds, for a new attempt.
-
-    Except to resume, what an earlier attempt trained is removed. Raises ToolkitError as `check_start` does, and for a
-    folder that cannot be written.
-    """
+    """Prepare a held folder for an attempt, without what was trained unless it resumes. Raises ToolkitError."""
     check_start(folder, reuse)
     folder.check_writable()
     folder.make()

@@ -249,10 +249,7 @@ def _restore_replaced(output_dir: Path) -> None:
 
 
 def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Turn a folder whose files are all on disk into a checkpoint: write the manifest, then rename the folder.
-
-    `manifest` has the keys of `Manifest`. A checkpoint of the same name is moved away first: the two are never mixed.
-    """
+    """Turn a folder on disk into a checkpoint: write `Manifest`'s keys, move one of that name away, rename."""
     _write_manifest(folder, {"schema_version": SCHEMA_VERSION, **manifest})
     replaced = checkpoint.with_name(f"{REPLACED_PREFIX}{checkpoint.name}")
     shutil.rmtree(replaced, ignore_errors=True)

@@ -76,11 +76,7 @@ class RunFolder:
         return run
 
     def hold(self, *, wait_seconds: float = 0) -> int | None:
-        """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
-
-        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it,
-        after `wait_seconds`.
-        """
+        """Lock the folder as `lock_file` does, and wait `wait_seconds` for another run to release it."""
         self.make()
         deadline = time.monotonic() + wait_seconds
         while True:

@@ -97,10 +97,7 @@ def write_attempt_id(ranks: Path, attempt_id: str) -> None:
 
 
 def read_attempt_id(ranks: Path) -> str | None:
-    """Return the attempt whose ranks write into this folder; None where none has said so.
-
-    The folder is listed first: on NFS that asks the server, where a file alone may be answered from the cache.
-    """
+    """Return the attempt that writes here, or None; listing the folder first keeps NFS from a cached answer."""
     with contextlib.suppress(OSError):
         list(ranks.iterdir())
         with (ranks / ATTEMPT_ID).open(encoding="ascii", errors="replace") as file:

@@ -253,11 +253,7 @@ def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def read_steps(folder: RunFolder) -> list[list[StepRow]]:
-    """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
-
-    A run that was resumed on another number of ranks has steps of different numbers of rows. Raises ToolkitError as
-    `read_rows` does.
-    """
+    """Return each step's rows in rank order, where every rank completed it. Raises ToolkitError as `read_rows`."""
     paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
     steps: dict[int, dict[int, StepRow]] = {}
     for rank, path in sorted((int(path.stem.removeprefix("rank")), path) for path in paths):
@@ -378,7 +374,6 @@ def _largest(rows: Iterable[BaseModel], key: str) -> int | None:
 
 
 def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
-    """The largest sum of one rank over its steps; None where no row has the key."""
     counted = [[count for row in rows if (count := getattr(row, key)) is not None] for rows in ranks]
     return max(map(sum, counted)) if any(counted) else None
 

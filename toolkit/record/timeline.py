@@ -181,8 +181,6 @@ def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[StepRow]]) 
 
 @dataclass(slots=True)
 class _Process:
-    """One start of rank 0."""
-
     seconds: dict[str, float] = field(default_factory=dict)  # by part; `train` is still to be divided
     resumed_step: int | None = None  # none until it trains
     lost_seconds: float = 0.0

@@ -69,7 +69,6 @@ def _html_value(value: object) -> object:
 
 
 def _breakable(text: str) -> Markup:
-    """A name that a narrow page may break after an underscore."""
     return Markup(escape(one_line(text)).replace("_", Markup("_<wbr>")))
 
 

@@ -117,7 +117,6 @@ def compare_options(options: TuneOptions, field: Field) -> CompareOptions:
 
 
 def _time(runner: Runner, field: Field, options: TuneOptions) -> str:
-    """How many trials, and how long two rounds take, the fewest that eliminate anything, as far as it is known."""
     records, shape = runner.ledger.read(), read_shape(runner.spec.own_job)
     trials = [trial_of(setting, runner.spec, 0) for setting in field.settings]
     spans = [

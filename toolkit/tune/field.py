@@ -323,7 +323,6 @@ def _run(options: TuneOptions, preset: PresetSpec, job: Job) -> TrainingRun:
 
 
 def _check(options: TuneOptions, preset: PresetSpec | None, job: Job, *, recommended: bool = False) -> None:
-    """Raise ToolkitError for a job that does not run here; `recommended` also for presets to be chosen by hand."""
     size, on_cpu = options.world_size, options.on_cpu
     if preset is not None:
         check_process_count(_run(options, preset, job))

@@ -153,7 +153,6 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
 
 
 def _problem(record: LedgerRecord, trials: Sequence[LedgerRecord]) -> tuple[Outcome, str] | None:
-    """How a trial rules its setting out; None if it does not."""
     if record.out_of_memory:
         return "out_of_memory", record.message or record.status
     if not record.completed:
@@ -172,14 +171,12 @@ def _problem(record: LedgerRecord, trials: Sequence[LedgerRecord]) -> tuple[Outc
 
 
 def _smaller_without_memory(setting: Setting, measured: Mapping[str, Measured]) -> str | None:
-    """A setting with a smaller per-GPU batch, otherwise the same, that ran out of memory."""
     smaller = (each.setting for each in measured.values() if each.outcome == "out_of_memory")
     same = (other.name for other in smaller if other.family == setting.family and 0 < other.batch < setting.batch)
     return next(same, None)
 
 
 def _add_figures(measured: dict[str, Measured], trials: Sequence[LedgerRecord]) -> None:
-    """Set the logarithms of all settings, over the steps that all trials so far have timed."""
     ruled_out = {name for name, each in measured.items() if each.outcome == "another_problem"}
     completed = [trial for trial in trials if trial.completed and trial.preset not in ruled_out]
     steps = common_steps(completed)
