@@ -6,8 +6,6 @@ of them. Schedule, step and data position are carried over. The ranks' random st
 stays: with another number dropout draws differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ matrix. transformers converts them while it loads and saves (5.23, `core_model_l
 tensor at a time.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -7,8 +7,6 @@ A checkpoint, an exported folder or a trained model is verified by loading it ag
 that the live model recorded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

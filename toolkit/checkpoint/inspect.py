@@ -3,8 +3,6 @@
 `detect(Path("out/checkpoint-8")).engine` is `deepspeed`, for example; `inspect_all(Path("out"))` has a summary of each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

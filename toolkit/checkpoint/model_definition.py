@@ -4,8 +4,6 @@ Each file is searched in the checkpoint, then in the output folder around it, th
 or the adapter names.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

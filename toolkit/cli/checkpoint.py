@@ -3,8 +3,6 @@
 All but `inspect` read tensors: these import torch when they run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

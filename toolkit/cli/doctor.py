@@ -1,7 +1,5 @@
 """`toolkit doctor` and `toolkit env`: what this node can do, what is wrong with it, and how nodes differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

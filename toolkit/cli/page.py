@@ -6,8 +6,6 @@ becomes `{"text": ..., "words": ...}`, the command's JSON and its command line, 
 the hint and the field that it is about. Fields have the names of options, and texts as values.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

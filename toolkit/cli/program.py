@@ -1,7 +1,5 @@
 """The Typer program: every command, and what it refuses itself."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -3,8 +3,6 @@
 Every engine turns the same `ClusterJob` into its own file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

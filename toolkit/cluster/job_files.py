@@ -13,8 +13,6 @@ the JobSet starts all of them again; the run then resumes. On SkyPilot a task of
 launch`, which recovers it after a preemption. With ssh, one line starts a script on all nodes of a shared file system.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

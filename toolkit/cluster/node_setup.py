@@ -6,8 +6,6 @@ Shell assignments go to stdout: the node's address for torchrun's `--local-addr`
 Everything else goes to stderr. Every engine's job file runs this, inside the container where there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

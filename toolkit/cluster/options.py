@@ -8,8 +8,6 @@ toolkit.errors.ToolkitError: --nodes is '2:1', expected a number, or MIN:MAX for
   hint: `--nodes 2`, or `--nodes 1:2`
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ steps: those that all trials with its number of processes have timed. The planne
 GPU's peak and the price add their columns.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The report of a comparison, from its results alone: JSON, CSV, Markdown, HTML, and the table for the console."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -76,6 +74,7 @@ def console_table(results: Results) -> RichTable:
 
 def _content(results: Results) -> dict[str, Any]:
     rows = results.labelled_rows
+    is_scaled = any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows)
     memory = "resident memory (RSS)" if results.on_cpu else "allocated memory"
     sections = {
         "Memory of one rank": tables.row_table("memory", results),
@@ -110,7 +109,7 @@ def _content(results: Results) -> dict[str, Any]:
         ],
         "probes": tables.probes_table(results),
         "sections": {name: table for name, table in sections.items() if table and table.has_figures},
-        "scaling": tables.scaling_table(results),
+        "scaling": tables.row_table("scaling", results) if is_scaled else None,
         "trials": tables.trials_table(results) if results.shows_speeds else None,
         "method": _method(results),
         "job": _job(results),

@@ -5,8 +5,6 @@ line that is no record is an error; nothing is left out silently. A record knows
 is a trial, a probe of a per-GPU batch, or a side run that no speed counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ gradient norm, and the loss of every step, against the band of the baseline's ow
 repeats does.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

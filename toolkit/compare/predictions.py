@@ -4,8 +4,6 @@ The memory is the planner's. The duration comes from trials in the ledger, else 
 none is known before a first trial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping, Sequence

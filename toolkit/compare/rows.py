@@ -6,8 +6,6 @@
 Sizes are integers in bytes and belong to one rank, the largest. An unknown is None.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self

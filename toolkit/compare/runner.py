@@ -10,8 +10,6 @@ tried again.
 ['--max_steps', '4', '--profile_steps', '3:4']
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -19,8 +19,6 @@ The answer (docs/concepts/compare.md) considers only rows that completed, traine
 differ by design, and only speeds with intervals decide.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ A variant is a preset under another name, with training arguments that it alone 
 ('ddp_bf16', 'ddp', ('--ddp_comm_hook', 'bf16'))
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -1,7 +1,5 @@
 """The tables and charts of a report. A table lists its columns; headings and formats are those that fields declare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -127,12 +125,6 @@ def _value(results: Results, row: Row, key: str) -> object:
     baseline = results.baseline(row.world_size)
     of_baseline = baseline.model_state_bytes if baseline else None
     return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
-
-
-def scaling_table(results: Results) -> Table | None:
-    """Return the speed-up of each preset by number of processes; None with a single number of processes."""
-    is_scaled = any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows)
-    return row_table("scaling", results) if is_scaled else None
 
 
 def trials_table(results: Results) -> Table | None:

@@ -1,7 +1,5 @@
 """Compare the configuration files of a git commit with those of the working tree."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import math

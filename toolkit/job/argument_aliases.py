@@ -6,8 +6,6 @@
 An argument is renamed only if it means exactly the same; for the others, `HINTS` says what to type instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@
 {'max_steps': 8, 'packing': True}
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

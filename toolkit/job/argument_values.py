@@ -7,8 +7,6 @@ toolkit.errors.ToolkitError: --max_steps is 'many', expected a whole number
 Arguments come from a command line, where each is a word, or from a YAML file, where each has a type.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 No torch here: `toolkit train` checks before the launch, and the ranks check again.
 """
 
-from __future__ import annotations
-
 import math
 
 from toolkit.errors import ToolkitError

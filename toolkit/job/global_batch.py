@@ -6,8 +6,6 @@
 ['--gradient_accumulation_steps', '4']
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

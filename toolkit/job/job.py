@@ -9,8 +9,6 @@
 The fields, with their limits and help texts, are declared in `toolkit.job.argument_fields`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@
 plain `accelerate launch` gives the same errors. What depends on the preset is in `toolkit.presets.support`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

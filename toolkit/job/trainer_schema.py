@@ -8,8 +8,6 @@ The package brings the answer of the version that `constraints.txt` pins:
     python -m toolkit.job.trainer_schema > toolkit/job/trainer_schema.json
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

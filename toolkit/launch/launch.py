@@ -6,8 +6,6 @@
 The failing rank writes failure.json itself; `toolkit.launch.process` works out the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -6,8 +6,6 @@
 The checks, in their order: the folder, its file system, direct I/O, free space, libaio, DeepSpeed's `async_io`.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import os
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 Nothing here imports torch. What only a rank can know (a hub model's weights, GPU memory) is checked there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ torch's elastic agent starts ranks in sessions of their own, so a process group 
 of a run has the run's id in its environment, and is found by it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import queue

@@ -3,8 +3,6 @@
 `toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A folder in which steps were trained belongs to that run: another attempt resume
 it. One in which nothing was trained is used again.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from typing import Any, Literal

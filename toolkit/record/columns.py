@@ -8,8 +8,6 @@ JSON, CSV, tables and the reference pages are made from it.
 ('s', 'the median over repeats')
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

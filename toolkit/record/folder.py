@@ -4,8 +4,6 @@
 'rank1.jsonl'
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 A rank writes `ranks/rankR.heartbeat` from a thread of its own; the launcher and the other ranks read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """The measurements of a run: speed, memory and energy, computed from the rows in `ranks/rank*.jsonl`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ A file that is missing is empty: a run that was killed may lack any of them. One
 figure that is left out would look like one that was not measured.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

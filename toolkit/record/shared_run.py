@@ -4,8 +4,6 @@ Only the fields of `SharedRun` leave the run folder. A model is named only if it
 of, so no path and no private name is shared. A data repository checks rows with `toolkit report --share ROW.json`.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Self

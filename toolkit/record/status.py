@@ -6,8 +6,6 @@
 True
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Literal, get_args
 

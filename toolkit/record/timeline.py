@@ -5,8 +5,6 @@ time of every start in a run folder is accounted for, restarts and resumed attem
 one node: rank 0's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

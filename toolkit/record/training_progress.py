@@ -1,7 +1,5 @@
 """How training goes, from the rows of all ranks: the newest step as one line, and signs that the run diverged."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -4,8 +4,6 @@ Geometry only: lengths become percentages and points become coordinates of a box
 as plain elements and SVG.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence

@@ -135,11 +135,6 @@ class Table:
         return Table(headings=tuple(self.headings[index] for index in indices), rows=rows)
 
 
-def text_heading(text: str) -> Heading:
-    """Return the heading of a column of words, aligned left."""
-    return Heading(text=text, numeric=False)
-
-
 def text_cell(text: str) -> Cell:
     """Return words on one line, wherever they came from."""
     return Cell(text=one_line(text))

@@ -3,8 +3,6 @@
 The folder is one of a comparison as well: `toolkit report DIR` shows every figure of its trials.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -5,8 +5,6 @@ Traceback (most recent call last):
 toolkit.errors.ToolkitError: --keep is 'colour', expected preset, batch, checkpointing, attention, loss or compile
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -35,8 +35,6 @@ themselves vary more than that, as those of a setting that offloads do, their ow
 ('a', ['b'])
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random
