@@ -8,8 +8,6 @@ DeepSpeed's own `zero_to_fp32` and `ds_to_universal` build the complete model in
 offsets that they use are in the files: `param_slice_mappings` (ZeRO-1, 2), `param_shapes` (ZeRO-3).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings
@@ -43,6 +41,28 @@ from toolkit.versions import installed_version
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
 
 Readers = Mapping[str, Callable[[], torch.Tensor]]  # what returns the tensor of a key, when it is written
+
+
+class DcpFolder:
+    """One distributed checkpoint, whose metadata is read once."""
+
+    def __init__(self, path: Path, *, trust_pickle: bool) -> None:
+        self.path, self.trust_pickle = path, trust_pickle
+        self.metadata = read_dcp_metadata(path / DCP_METADATA, trust_pickle=trust_pickle) if path.is_dir() else None
+        self.keys: dict[str, Any] = {} if self.metadata is None else self.metadata.state_dict_metadata
+        """What is recorded of each key."""
+
+    def read(self, key: str) -> Any:
+        assert self.metadata is not None
+        entry = self.keys[key]
+        if isinstance(entry, BytesStorageMetadata):
+            return read_dcp_value(self.path, self.metadata, key, trust_pickle=self.trust_pickle)
+        state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        reader = dcp.FileSystemReader(self.path)
+        reader.read_metadata = lambda *_, **__: self.metadata  # it would be read again for every tensor
+        with damage_reported(self.path), _in_one_process():
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        return state[key]
 
 
 class _DcpStates:
@@ -105,28 +125,6 @@ class AtLoadReader(_DcpStates, SafetensorsReader):
             {key.removeprefix(prefix): self.optimizer.read(key) for key in keys if key.startswith(prefix)}
             for prefix in prefixes
         ]
-
-
-class DcpFolder:
-    """One distributed checkpoint, whose metadata is read once."""
-
-    def __init__(self, path: Path, *, trust_pickle: bool) -> None:
-        self.path, self.trust_pickle = path, trust_pickle
-        self.metadata = read_dcp_metadata(path / DCP_METADATA, trust_pickle=trust_pickle) if path.is_dir() else None
-        self.keys: dict[str, Any] = {} if self.metadata is None else self.metadata.state_dict_metadata
-        """What is recorded of each key."""
-
-    def read(self, key: str) -> Any:
-        assert self.metadata is not None
-        entry = self.keys[key]
-        if isinstance(entry, BytesStorageMetadata):
-            return read_dcp_value(self.path, self.metadata, key, trust_pickle=self.trust_pickle)
-        state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        reader = dcp.FileSystemReader(self.path)
-        reader.read_metadata = lambda *_, **__: self.metadata  # it would be read again for every tensor
-        with damage_reported(self.path), _in_one_process():
-            dcp.load(state, storage_reader=reader, no_dist=True)
-        return state[key]
 
 
 @contextlib.contextmanager

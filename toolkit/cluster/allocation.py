@@ -1,12 +1,11 @@
 """Runs inside of a SLURM job: one `srun` per run, over as many of the job's nodes as its ranks fill."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import Self
 
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.errors import ToolkitError
@@ -27,7 +26,7 @@ class Allocation:
     processes_per_node: int
 
     @classmethod
-    def current(cls, *, processes_per_node: int) -> Allocation:
+    def current(cls, *, processes_per_node: int) -> Self:
         """Read the job that this process runs in. Raises ToolkitError outside a SLURM job."""
         listed = os.environ.get("SLURM_JOB_NODELIST")  # compressed, such as `node[1-4]`
         if not listed:

@@ -1,10 +1,8 @@
 """`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -183,7 +181,7 @@ class Results(Model):
         """False for ranks that share GPUs, and for single runs on a CPU: no interval says how their speeds vary."""
         return self.method.ranks_per_gpu == 1 and (not self.on_cpu or self.method.repeats > 1)
 
-    def as_reported(self) -> Results:
+    def as_reported(self) -> Self:
         """Return the results as reports show them."""
         if self.shows_speeds:
             return self

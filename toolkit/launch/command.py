@@ -10,8 +10,6 @@ A run is started with `inherited_environment() | run_environment(...)`. `acceler
 as on several nodes, or that is alone, gives itself `strategy_environment`.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -19,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.engines.compiled_ops import check_extensions_folder, torch_extensions_folder
 from toolkit.engines.engine import ENGINE_VARIABLES
@@ -70,7 +68,7 @@ class LaunchCommand(ProcessCommand):
         """True if the program is not our own training script."""
         return self.program[:2] != ("-m", "toolkit.train")
 
-    def again(self, *, resumes: bool = True, checkpoint: Path | None = None) -> LaunchCommand:
+    def again(self, *, resumes: bool = True, checkpoint: Path | None = None) -> Self:
         """Return the command under a new run id, which resumes the run from its newest checkpoint or starts it over."""
         run_id, words = new_run_id(), RESUME_LATEST if resumes else ()  # the last of two equal flags counts
         added = {RUN_ID_VARIABLE: run_id}

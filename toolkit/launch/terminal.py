@@ -3,14 +3,13 @@
 train.log keeps every line.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -83,7 +82,7 @@ class LiveLine:
         self.text, self.timeline, self.started = "", timeline, time.monotonic()
         self.live = Live(console=self.console, get_renderable=self._line, transient=True, redirect_stdout=False)
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self) -> Self:
         if self.is_live:
             self.live.start()
         return self

@@ -11,15 +11,13 @@ well. Of the rest `--max-settings` are tried: on a GPU those with the shortest p
 change the fewest parts of the user's own setting.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
@@ -150,7 +148,7 @@ class Search:
     shape: ModelShape | None  # None where the job cannot be planned
 
     @classmethod
-    def of(cls, options: TuneOptions, source: str) -> Search:
+    def of(cls, options: TuneOptions, source: str) -> Self:
         """Read the job, and its model if it can be planned. Raises ToolkitError for an invalid job."""
         preset, job = load_preset(source), Job.from_argv(options.training_arguments)
         if preset.uses_nvme:
