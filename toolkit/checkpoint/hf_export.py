@@ -84,7 +84,7 @@ def export(
     trust_pickle: bool = False,
     weights_only: bool = False,
 ) -> ExportResult:
-    """Write a checkpoint's model or adapter into `out`, or raise ToolkitError; `weights_only` asks for no class."""
+    """Write a checkpoint's model or adapter into `out`, or raise ToolkitError; `weights_only` needs no class."""
     path = newest_of_script(path)
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")

@@ -293,7 +293,7 @@ class Restarts:
     checkpoint: Path | None = None  # what the next attempt resumes from
 
     def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
-        """Prepare the folder for a restart, and return the lines to print; None for a run that has ended."""
+        """Prepare the folder for a restart, and return the lines to print; None for a run without one."""
         later = (self.folder.path / "training-2").exists()  # no checkpoint brings a script there
         if later or len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return None

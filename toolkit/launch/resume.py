@@ -199,7 +199,7 @@ def remove_converted(output_dir: Path) -> None:
 
 
 def checkpoint_to_resume(job: Job) -> Checkpoint | None:
-    """Return the checkpoint to resume: as named, or the newest complete. Raises ToolkitError for another."""
+    """Return the checkpoint to resume: as named, or the newest. Raises ToolkitError for an incomplete one."""
     if not job.resumes:
         return None
     named = str(job.resume_from_checkpoint)
