@@ -225,8 +225,8 @@ def _check_optimizer_arguments(optim: str, text: Any) -> None:
     """`--optim_args` is `name=value`, several of them with commas between, of which the optimizer reads each."""
     for part in str(text).replace(" ", "").split(",") if text else []:
         if part.count("=") != 1:
-            hint = "`--optim_args momentum=0.9,nesterov=true`"
-            raise ToolkitError(f"--optim_args has {shown(part)}, expected name=value", hint=hint)
+            example = "`--optim_args momentum=0.9,nesterov=true`"
+            raise ToolkitError(f"--optim_args has {shown(part)}, expected name=value", hint=example)
     known = MUON_OPTIONS if optim == MUON else trainer_schema().optim_args.get(optim)
     if known is None:
         return
