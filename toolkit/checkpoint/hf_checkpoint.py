@@ -146,7 +146,6 @@ class MappedFiles:
 
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-
 Read = Callable[[str], torch.Tensor]
 
 

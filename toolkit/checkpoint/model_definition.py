@@ -25,8 +25,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
 )
-
-
 # Classes of peft's task types that end in another head than a language model's: the base's config.json has none of it.
 HEADED = {
     "SEQ_CLS": "AutoModelForSequenceClassification",

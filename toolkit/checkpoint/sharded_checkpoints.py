@@ -39,7 +39,6 @@ from toolkit.record.checkpoints import AT_LOAD_OPTIMIZER
 from toolkit.versions import installed_version
 
 _STATE, _GROUP = "optimizer.state.", "optimizer.param_groups."
-
 Readers = Mapping[str, Callable[[], torch.Tensor]]  # what returns the tensor of a key, when it is written
 
 

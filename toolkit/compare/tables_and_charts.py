@@ -30,7 +30,6 @@ IN_COMPARISON = {
     "peak_allocated_bytes": Column("peak\nalloc.\n{unit}"),
     "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
 }
-
 # Headings of columns that hold words.
 WORDS = ("preset", "trial", "status", "parity", "in phase", "row", "verdict", "kernels")
 # Keys in the order of the table's columns.

@@ -34,7 +34,6 @@ ARGUMENTS_OF_COMPARISON = {
     "stop_when_steps_within": "--target-interval",
     "stop_after_minutes": "--trial-minutes",
 }
-
 # Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are
 # for inference (tensorrt, onnxrt, tvm), for other devices (openxla, hpu_backend, neuron), or are gone (nvfuser).
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager")
@@ -62,7 +61,6 @@ PREREQUISITES = {
     "liger_kernel_config": "use_liger_kernel",
     **dict.fromkeys(POWER_SGD_OPTIONS, "ddp_comm_hook"),
 }
-
 EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")  # metrics of an evaluation: `evaluation_figures`
 # What people give to AdamW here, and the argument that sets it.
 OPTIM_ARGS_HINTS = {

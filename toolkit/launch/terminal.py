@@ -32,8 +32,6 @@ _BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examp
 _WARNING = re.compile(r"(?:\S+: )?(?P<place>\S+\.py:\d+): (?P<kind>\w*Warning): ")
 # Of a library to those who write code against it.
 _DEPRECATIONS = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
-
-
 # A phase of rank 0 other than its steps (`toolkit.record.timeline`), and what the live line calls it.
 PHASES = {
     **{LAUNCH: "importing the libraries", "start": "importing the libraries", "arguments": "reading the arguments"},

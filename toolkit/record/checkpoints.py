@@ -46,7 +46,6 @@ STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"  # optimizer states of the stages o
 _NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 # A DeepSpeed checkpoint of 10,000 parameters for any number of ranks has 40,000 files.
 _LIMITS = Limits(values=1_000_000, depth=16)
-
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenId = Annotated[Count, Field(lt=2**31)]
 

@@ -78,8 +78,6 @@ class SaveRecord(BaseModel):
 # https://cloud.google.com/compute/docs/instances/spot and https://learn.microsoft.com/azure/virtual-machines/spot-vms
 # (30 s), https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (2 minutes).
 SHORTEST_NOTICE_SECONDS, LONGEST_NOTICE_SECONDS = 30, 120
-
-
 # In the environment of ranks that a scheduler has started, on nodes that a cloud may take back.
 SCHEDULER_VARIABLES = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
 

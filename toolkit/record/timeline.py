@@ -29,7 +29,6 @@ LAUNCH = "launch"  # the launcher starts the ranks
 RESTART = "restart"  # the ranks have ended in a fault, and the launcher starts them again
 STOPPED = "stopped"  # a signal ended training, after a checkpoint if the run saves any
 ENDED = "ended"  # no process of the run is left
-
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
