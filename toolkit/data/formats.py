@@ -7,8 +7,6 @@
 A key whose value is None counts as missing, because Arrow adds such keys to rows that lack them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex
@@ -55,8 +53,7 @@ class Sample:
     """One row of any format: exactly one of `messages`, `prompt` (with `completion`) and `text` is set."""
 
     messages: list[Message] | None = None
-    first_supervised_message: int = 0
-    """Assistant turns before this index are context: the prompt of a prompt/completion row."""
+    first_supervised_message: int = 0  # assistant turns before it are context: the prompt of a row
     tools: list[dict[str, Any]] | None = None
     prompt: str | None = None
     completion: str | None = None

@@ -1,7 +1,5 @@
 """Compare the configuration files of a git commit with those of the working tree."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import math
@@ -34,8 +32,7 @@ class FileChange:
     """One changed file: what is new in it, and what its job takes."""
 
     file: str
-    status: str
-    """`added`, `changed` or `removed`."""
+    status: str  # `added`, `changed` or `removed`
     new: list[Finding]
     gone: list[Finding]
     before: PlanRow | None = None
@@ -149,7 +146,6 @@ def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 
 def _linted(file: Path, root: Path) -> list[Finding] | None:
-    """The findings of a file, with paths from its root; None where it is no configuration, or not there."""
     if not file.is_file():
         return None
     try:
@@ -191,10 +187,8 @@ def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["git failed"])[-1].removeprefix("fatal: ")
-        raise ToolkitError(
-            f"git {words[0]}: {why}",
-            hint="run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`",
-        )
+        hint = "run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`"
+        raise ToolkitError(f"git {words[0]}: {why}", hint=hint)
     return done.stdout
 
 

@@ -1,7 +1,5 @@
 """Bytes and dtypes of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -11,8 +11,6 @@ rows twice as long. A third length is run for a model with a storage that does n
 the same, except the first layer, so only as many layers are run as it takes to meet each kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -49,8 +47,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
-from toolkit.models.kernel_stand_ins import with_kernels
+from toolkit.models.fake_tensors import LiveMemory, as_on_gpu, with_kernels
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSORS
 from toolkit.models.shape import COUNTED_PARTS, TOWER
@@ -66,10 +63,8 @@ NO_WINDOW = 1 << 20
 RANKS = (8, 16)  # LoRA ranks: what adapters save is linear in the rank
 OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
 Row = dict[str, Any]
-Coefficients = list[Any]
-"""Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
-Storages = dict[int, int]
-"""Bytes of each storage by its number in the order of a pass."""
+Coefficients = list[Any]  # constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`
+Storages = dict[int, int]  # bytes of each storage by its number in the order of a pass
 
 
 def main(argv: list[str]) -> None:
@@ -282,7 +277,6 @@ def check_layers(model: Any) -> None:
 
 
 def _kind_of_each_layer(model: Any) -> list[str]:
-    """Each layer's tensors and its type in the configuration, as text."""
     layers = list(decoder_layers(model).values())
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)

@@ -29,7 +29,7 @@ from accelerate.state import is_initialized
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.zero_process import join_group_when_configured
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
 from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops

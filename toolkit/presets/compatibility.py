@@ -3,8 +3,6 @@
 A rule is a generator function of a `Case` that yields where it objects; `toolkit.presets.support` lists them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -82,8 +80,7 @@ class Case:
         return f"{name}={degree}" if self.purpose == "script" else f"{self.option(name)} {degree}"
 
 
-Answer = tuple[str, str, str | None]
-"""Clause, sentence, hint."""
+Answer = tuple[str, str, str | None]  # clause, sentence, hint
 Answers = Iterator[Answer]
 Rule = Callable[[Case], Answers]
 

@@ -5,8 +5,6 @@ Times between failures are exponential. A failure during a restart starts anothe
 its nodes fails.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

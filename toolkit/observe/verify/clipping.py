@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import local, local_values
+from toolkit.engines.torch_live import is_shard
 from toolkit.observe.verify.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm

@@ -17,9 +17,9 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
+from toolkit.engines.torch_live import is_shard
 from toolkit.engines.zero_live import is_zero3
 from toolkit.observe.verify.weights_digest import checksum
 from toolkit.record.reading import RankReading
