@@ -197,9 +197,8 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
 
     def line_at(at: int, word: str = "") -> int:
-        if word and text[at : at + 1] == "$":  # which has the word where it is set, if nothing else does
-            places = [found.start() for found in re.finditer(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text)]
-            at = places[0] if len(places) == 1 else at
+        if word and text[at : at + 1] == "$" and text.count(word) == 1:  # where the variable is set
+            at = text.find(word)
         return first_line + text.count("\n", 0, at)
 
     set_once: Mapping[str, str | None] | None = None

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.convert.job_script import PYTHON, read_calls
 from toolkit.convert.programs import A_SCRIPT, OPEN_INSTRUCT
@@ -45,6 +47,7 @@ OURS = re.compile(
     r"|fsdp_config|deepspeed_config|base_model|finetuning_type|train_micro_batch_size_per_gpu)[\"']?\s*:",
     re.MULTILINE,
 )
+_PLACE = operator.attrgetter("file", "line", "rule", "key")
 MAX_FILES = 10_000  # in a folder: data sets and caches have more, and take minutes
 
 
@@ -117,11 +120,10 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
     if not documents and not unreadable and not skips_others:
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
-    levels: dict[tuple[str, int | None, str, str], int] = {}  # of each place the highest: others read it with less
+    highest: dict[Any, str] = {}  # level of each place, which several commands may read
     for finding in found:
-        level = LEVELS.index(finding.level)
-        levels[finding.place] = min(level, levels.get(finding.place, level))
-    found = [finding for finding in found if LEVELS.index(finding.level) == levels[finding.place]]
+        highest[_PLACE(finding)] = min(finding.level, highest.get(_PLACE(finding), NOTE), key=LEVELS.index)
+    found = [finding for finding in found if finding.level == highest[_PLACE(finding)]]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
     findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
     not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]

@@ -454,9 +454,7 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
     """
     if conflict := CONFLICT.match(text):
         line = conflict[1].count("\n") + 1
-        raise MergeConflict(
-            f"{path}, line {line}: a merge conflict is not resolved", hint="keep one side, and no marks"
-        )
+        raise MergeConflict(f"{path}, line {line}: a merge conflict is not resolved", hint="keep one side")
     if path.endswith(SCRIPT_SUFFIXES) or (text.startswith("#!") and not path.endswith(SUFFIXES)):
         script = read_script(text)
         # Without sbatch's directives it is a script of training only if it starts a launcher.

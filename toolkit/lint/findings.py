@@ -57,11 +57,6 @@ class Finding:
     checked_against: str
     documentation: str  # address of the rule's description
 
-    @property
-    def place(self) -> tuple[str, int | None, str, str]:
-        """File, line, rule and key."""
-        return self.file, self.line, self.rule, self.key
-
 
 Check = Callable[[Document], Iterable[Match]]
 

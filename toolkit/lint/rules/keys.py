@@ -527,8 +527,8 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         if doc.call is not None and doc.is_declared(name):
             continue  # the script has an argument of that name itself
         since = removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
-        is_sure = doc.program or not doc.may_be_older("transformers", since)
-        raises = "and raises" if is_sure else "and raises; older versions have it"
+        is_open = doc.program is None and doc.may_be_older("transformers", since)
+        raises = "and raises" + ("; older versions have it" if is_open else "")
         renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
@@ -593,15 +593,10 @@ def misspelt_training_argument(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` has a very similar field: the parser raises, unless the script has this argument itself."""
     fields = trainer_argument_names()
     for name in () if schema_of(doc) is not None else doc.data:
-        if (
-            name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED}
-            or glued_number(doc, name)
-            or len(name) > 100
-            or name[0:1] in COMMENT_PREFIXES
-        ):
+        if name in {*fields, *removed.TRAINING_ARGUMENTS_REMOVED} or len(name) > 100 or name[0:1] in COMMENT_PREFIXES:
             continue
         free = [each for each in _likely_keys(name, fields, cutoff=TRAINER_SIMILARITY) if not doc.has(each)]
-        if free and not (doc.is_declared(name) or doc.is_read(name)):
+        if free and not (doc.is_declared(name) or doc.is_read(name) or glued_number(doc, name)):
             level = None if doc.program in OUR_PROGRAMS else NOTE
             fix = " or ".join(f"`{each}`" for each in free) + f", unless the script has a `{name}` itself"
             yield Match(name, f"`{name}` is not a field of TrainingArguments", fix, level=level)

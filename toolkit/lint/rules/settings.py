@@ -264,12 +264,9 @@ def trains_adapters(doc: Document) -> bool:
     for a command without the switch that the code asks for."""
     reader, source = doc.named_by or doc, (doc.named_by or doc).reader_source
     for switch in set(SWITCH.findall(source)) if reader.call and reader.call.is_complete else ():
-        if as_bool(reader.get(switch, False)) is False and re.search(
-            rf"\b{switch}: bool = (?:False|field\(default=False)", source
-        ):
-            source = re.sub(
-                rf"^([ \t]*)if [\w.]*\b{switch}:\n(?:\1[ \t]+.*\n|[ \t]*\n)*", "", source, flags=re.MULTILINE
-            )
+        is_off = re.search(rf"\b{switch}: bool = (?:False|field\(default=False)", source)
+        if is_off and as_bool(reader.get(switch, False)) is False:
+            source = re.sub(rf"(?m)^([ \t]*)if [\w.]*\b{switch}:\n(?:\1[ \t]+.*\n|[ \t]*\n)*", "", source)
     return occurs(re.compile(r"\bpeft_config[ ]*=|get_peft_model\("), source)
 
 
