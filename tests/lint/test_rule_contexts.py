@@ -151,6 +151,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                       "--deepspeed z.json\n"}),
         ("deepspeed-file-no-json", {"a.yaml": f"{TRAINER}deepspeed: z.json\n"}),
         ("byte-order-mark", {"a.json": zero()}),
+        ("number-as-text", {"a.sh": f"{RUN} x.py a.yaml\n", "a.yaml": TEXT, "b.py": "AdamW(lr=c['learning_rate'])\n",
+                            "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c['learning_rate']))\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: kernels-community/flash-attn@main:f\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: mine\n", "x.py": "register('mine', f)\n"}),
         ("unknown-llama-factory-setting", {"a.sh": "llamafactory-cli train --stage sft --num_train_epochs3 --bf16\n"}),

@@ -583,6 +583,12 @@ def test_settings_of_a_loop_of_its_own_are_notes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     text = "output_dir: o\nbf16: true\nwarmup_ratio: 0.1\nfsdp: true\nfsdp_config: {offload_params: true}\n"
     assert {each.level for each in lint(tmp_path, a__yaml=text)} == {"note"}
+    (tmp_path / "train.py").write_text(
+        f"{LOOP}c = yaml.safe_load(f)\nAdamW(model.parameters(), lr=c['learning_rate'])\n"
+    )
+    (tmp_path / "a.yaml").write_text("output_dir: o\nbf16: true\nlearning_rate: 1e-5\n")
+    (found,) = lint(tmp_path, a__sh="accelerate launch --num_processes 2 train.py a.yaml\n")
+    assert (found.rule, found.level) == ("number-as-text", "warning")  # but for what its optimizer gets
 
 
 @pytest.mark.parametrize(("hostfile", "level"), [("", "error"), ("--deepspeed_hostfile hosts", "note")])

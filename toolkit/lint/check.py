@@ -240,7 +240,7 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
     level = match.level or rule.level
     if not _is_certain(document, rule, match):
         return NOTE
-    if document.kind == TRAINER and document.call is None and has_own_loop(document.folder):
+    if document.kind == TRAINER and document.call is None and rule.library != "torch" and has_own_loop(document.folder):
         return NOTE  # its settings are those of the loop
     if _since_unknown(document, rule, match):
         level = WARNING if level != NOTE and installs(document.folder, rule.library) else NOTE

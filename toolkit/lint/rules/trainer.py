@@ -12,7 +12,9 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import imported_source, source_of
 from toolkit.lint.rules.settings import (
+    CONVERTS_TEXT,
     as_bool,
     as_float,
     as_int,
@@ -160,10 +162,22 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value)
         is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
         is_in_yaml = doc.call is None and not (doc.is_json or doc.is_flag(name))
-        if is_its and is_in_yaml and not converts_text(doc, name):
-            number, level = re.sub("[eE]", ".0e", str(value)), None if keeps_text(doc) else NOTE
-            message = f"{value} is text to PyYAML: parse_yaml_file keeps it"
-            yield Match(name, message, f"`{number}`", value=number, level=level)
+        is_passed = is_number and is_in_yaml and _is_passed_on(doc, name)
+        if is_passed or (is_its and is_in_yaml and not converts_text(doc, name)):
+            number, level = re.sub("[eE]", ".0e", str(value)), None if is_passed or keeps_text(doc) else NOTE
+            message = f"{value} is text to PyYAML: " + (
+                "the optimizer raises" if is_passed else "parse_yaml_file keeps it"
+            )
+            of_torch = "torch" if is_passed else None
+            yield Match(name, message, f"`{number}`", value=number, level=level, library=of_torch)
+
+
+def _is_passed_on(doc: Document, name: str) -> bool:
+    """Return True where the script that a command starts passes a setting of its YAML to an optimizer as it is."""
+    script = source_of(doc.start.script or "", (doc.command or doc).path)[0] if doc.start else ""
+    sources = script + imported_source(script, doc.folder)
+    is_passed = re.search(rf"\b(?:lr|eps|weight_decay)=\w+\[[\"']{name}[\"']\]\s*[,)]", script)
+    return bool(is_passed) and "yaml.safe_load(" in sources and not re.search(CONVERTS_TEXT, sources)
 
 
 def _nested_arguments(of_schedule: Iterable[str]) -> dict[str, set[str]]:
