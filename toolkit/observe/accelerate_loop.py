@@ -67,8 +67,7 @@ class ObservedLoop:
     `accelerator`, `model`, `model_wrapped`, `optimizer` and `args` are what the verification reads of a Trainer too.
     """
 
-    current: ClassVar[ObservedLoop | None] = None
-    """The loop that is observed in this process."""
+    current: ClassVar[ObservedLoop | None] = None  # the loop that is observed in this process
     opened: ClassVar[Counter[Path]] = Counter()
     """How often this process has observed a loop into each folder: each one after the first has a folder below it."""
     launched: ClassVar[Callable[[LoopedTraining], LoopedTraining] | None] = None

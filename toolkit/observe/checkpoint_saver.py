@@ -10,8 +10,6 @@ save first waits for the one before. The thread's collectives have a process gro
 they would mix with those of the steps.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -3,8 +3,6 @@
 The first rank to create failure.json reports; the others end quietly with the same exit code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

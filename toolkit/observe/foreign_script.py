@@ -8,8 +8,6 @@ Methods of classes are wrapped, no instance is: a Trainer is observed while `tra
 its own. The script has the `sys.argv`, `sys.path[0]` and working directory that Python would give it.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

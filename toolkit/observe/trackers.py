@@ -5,8 +5,6 @@ a TrainJob, which transformers reports to where Kubeflow Trainer asks for it. Th
 summary, with names that begin with `toolkit/`. Nothing is imported or started here.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +15,7 @@ from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder, read_json
 from toolkit.record.kernel_table import AS_ASKED
 
-PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")
-"""Keys of a plan in `run.json`."""
+PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")  # keys of a plan in `run.json`
 KUBEFLOW_CHARACTERS = 64
 """The longest name and value of a metric in a TrainJob's status; a longer one has the whole update refused.
 kubeflow/trainer, `trainjob_types.go`, `Metric`."""

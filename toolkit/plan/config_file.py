@@ -4,8 +4,6 @@ A setting that decides memory or speed is used, or listed as not used; one that 
 that names the option to give (convert/tables/plan.yaml).
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace

@@ -54,10 +54,8 @@ LEAST_MARGIN_BYTES = 1 * GIB
 class Margin:
     """By how much a peak may be higher than planned: the largest of two shares and `LEAST_MARGIN_BYTES`."""
 
-    of_rest: float
-    """Share of all but the model states."""
-    of_all: float | None = 0.0
-    """None: by how much is not known."""
+    of_rest: float  # share of all but the model states
+    of_all: float | None = 0.0  # none: by how much is not known
     reason: str = "everything but model states"
 
     def of(self, planned_peak_bytes: int, exact_bytes: int) -> int | None:
@@ -90,12 +88,10 @@ class OtherReading(NamedTuple):
 class MemoryPlan:
     """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
 
-    states: ModelStates
-    """Model states wherever they are, as the attestation counts them."""
+    states: ModelStates  # model states wherever they are, as the attestation counts them
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
-    driver_bytes: int
-    """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
+    driver_bytes: int  # part of the overhead that is not torch's: CUDA's context and NCCL's communicators
     host: HostMemory
     margin: Margin
     readings: Callable[[], Iterable[OtherReading]] = field(default=tuple, compare=False)

@@ -1,7 +1,5 @@
 """Advice on the memory of a training method: what the reference, the logits and vLLM cost, and what would save it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

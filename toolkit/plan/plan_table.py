@@ -1,7 +1,5 @@
 """Plans as people and programs read them: an answer, a table for a terminal of 80 columns, the parts; and JSON."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence

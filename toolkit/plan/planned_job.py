@@ -71,15 +71,12 @@ class PlannedJob(Job):
     method: Method = SUPERVISED
     gradient_as_bucket_view: bool | None = None
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
-    workspace_bytes: int = 0
-    """What the matrix products of a GPU keep of its memory."""
+    workspace_bytes: int = 0  # what the matrix products of a GPU keep of its memory
     image_tokens: int | None = None  # 0: rows of text alone; None: not said, and planned as text
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
-    eval_rows: int = 0
-    """Rows whose logits an evaluation keeps on each GPU for `compute_metrics`."""
-    not_given: tuple[str, ...] = ()
-    """Of `OPEN_OPTIONS`."""
+    eval_rows: int = 0  # rows whose logits an evaluation keeps on each GPU for `compute_metrics`
+    not_given: tuple[str, ...] = ()  # of `OPEN_OPTIONS`
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 

@@ -5,8 +5,6 @@ was read in the source at the version named. What is known to differ and is not 
 where somebody measured it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -37,20 +35,17 @@ class Numerics:
     sharded_4bit: bool = True
     """4-bit weights in a floating dtype. accelerate 1.15 leaves those in uint8, bitsandbytes' default, out of FSDP2's
     sharding, so that every rank holds all of them (`fsdp_utils.py:795`)."""
-    experts_in_4bit: bool = True
-    """Fused experts are quantized too; transformers 5 quantizes linear layers alone."""
+    experts_in_4bit: bool = True  # fused experts are quantized too; transformers 5 quantizes linear layers alone
     fp8: bool = False
     """torchao's `Float8Linear`, which accelerate makes of linear layers but the first and the last: weights, gradients
     and states stay as they are, and what is saved for the backward too (torchao 0.18, `matmul_with_hp_or_float8_args`).
     """
-    fp16: bool = False
-    """fp16 with a loss scale in the place of bf16: the same bytes, other kernels."""
+    fp16: bool = False  # fp16 with a loss scale in the place of bf16: the same bytes, other kernels
     peft_input_cast: bool = False
     """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
     lora_dropout: float = 0.0
     dora: bool = False
-    oft_block_size: int = 0
-    """OFT in the place of LoRA; 0: LoRA."""
+    oft_block_size: int = 0  # OFT in the place of LoRA; 0: LoRA
     fp32_base: bool = False
     """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
@@ -64,8 +59,7 @@ class Numerics:
     zero3_init: bool = True
     """Weights are sharded as they are loaded. With `zero3_init_flag: false` DeepSpeed first moves all of them to each
     GPU (0.19.8, `_configure_distributed_model`)."""
-    data_parallel: int = 0
-    """GPUs of one process, under torch's `DataParallel`; 0: one."""
+    data_parallel: int = 0  # GPUs of one process, under torch's `DataParallel`; 0: one
     tiled_mlp: bool = False
     """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
     of one part. What it saves stays."""
@@ -84,10 +78,8 @@ class Program:
     source: str
     numerics: Mapping[str, Any]
     loss: str = "full"  # without its own option for another
-    full_numerics: Mapping[str, Any] = field(default_factory=dict)
-    """Of a full fine-tune alone."""
-    quantized_numerics: Mapping[str, Any] = field(default_factory=dict)
-    """Of adapters beside quantized weights alone."""
+    full_numerics: Mapping[str, Any] = field(default_factory=dict)  # of a full fine-tune alone
+    quantized_numerics: Mapping[str, Any] = field(default_factory=dict)  # of adapters beside quantized weights alone
     kbit_methods: tuple[str, ...] = ()
     method_loss: Mapping[str, str] = field(default_factory=dict)
     """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""

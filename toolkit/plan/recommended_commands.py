@@ -1,7 +1,5 @@
 """The commands that train and compare what a recommendation chose, for a shell."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

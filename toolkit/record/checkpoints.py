@@ -6,8 +6,6 @@ interrupted save leaves only a `.saving-` folder, which nothing reads. One of th
 `.replaced-checkpoint-STEP` meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

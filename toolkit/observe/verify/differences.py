@@ -5,8 +5,6 @@
 world_size on rank 0 is 1, expected 2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,7 @@ from toolkit.record.kernel_table import DIFFERS
 from toolkit.record.reading import RankReading, Values
 
 IN_OPTIMIZER = "trained parameters in the optimizer"
-Readings = Sequence[RankReading]
-"""In rank order."""
+Readings = Sequence[RankReading]  # in rank order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

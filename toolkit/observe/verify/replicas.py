@@ -5,8 +5,6 @@ the same bits. What tensor or expert parallelism lets each rank compute for itse
 weights are compared over data parallelism alone. Where a weight has no copy, learning rates and steps are compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections import Counter

@@ -3,8 +3,6 @@
 A run that does not match its preset ends here, with both values of each difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
