@@ -119,6 +119,9 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     elif parts:
         yield f"Model states are exact: tests compare them with the libraries ({checked})."
     more = "; `--preset` names presets that offload to the host" if answer.any_gpu else ""
+    divides = not (answer.any_gpu or request.strict) and chosen.world_size > 1
+    if divides and (chosen.verdict != FITS or chosen.preset.offloads):
+        yield "Presets that divide layers, sequences or experts: `toolkit recommend` plans them too."
     what = "" if parts else f"What the memory is for: `--parts`{more}. "
     yield f"{what}Compared with one H200, never with several GPUs."
 
