@@ -49,7 +49,7 @@ def share(plan: Plan) -> float:
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 2), ("last", 8, 0), ("latest", 17, 1)],
         *[("newest", 25, 0), ("final", 10, 0), ("once", 24, 2), ("unseen", 30, 3), ("after", 32, 0), ("since", 25, 1)],
-        ("blind", 13, 1),
+        ("blind", 13, 0),
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -63,20 +63,20 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
 
 def test_public_jobs_that_ran_out_of_memory_and_fit_are_few_and_known() -> None:
     """Of alpaca-lora-344-13b the message says that bitsandbytes 0.38 copied all 8-bit weights to save adapters; of
-    lf-3914 and lf-2517-14b, under DataParallel, too little is planned; sun-critic-fp32 needs `--no-pure-bf16`. Of the
-    others no cause is known."""
+    lf-3914 and lf-2517-14b, under DataParallel, too little is planned. Of the others no cause is
+    known."""
     fits = [(row, plan) for row, plan in reported() if plan.verdict == FITS]
     wrong = {row["id"]: share(plan) for row, plan in fits if row["reported"] == "OOM"}
     for name, of_gpu in wrong.items():
         print(f"{name:20} {of_gpu:.0%}")
     assert wrong.keys() == {
         *("lf-3914", "lf-2517-14b", "alpaca-lora-344-13b", "lf-5070", "lf-5709", "cookbook-37", "longchat-28-32k"),
-        *("qwen-424", "firefly-33", "sun-critic-fp32"),
+        *("qwen-424", "firefly-33"),
     }
     assert len(wrong) <= sum(row["reported"] == "OOM" for row, _ in reported()) / 20
     assert len(fits) >= 86  # of 182 that ran 77
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
-    assert statistics.mean(enough) <= 5 / 41
+    assert statistics.mean(enough) <= 0.12
 
 
 def test_what_was_planned_once_after_the_shares_were_chosen_holds() -> None:

@@ -181,7 +181,9 @@ def plan_engine_memory(
 
     def readings() -> Iterable[OtherReading]:
         for option, other in job.other_readings():
-            yield OtherReading(plan_engine_memory(shape, engine, other, load=load).planned_peak_bytes, option)
+            held = 4 if job.numerics.pure_bf16 and not other.numerics.pure_bf16 else engine.trained_bytes
+            read = plan_engine_memory(shape, replace(engine, trained_bytes=held), other, load=load)
+            yield OtherReading(read.planned_peak_bytes, option)
 
     def least_reading() -> MemoryPlan:
         return plan_engine_memory(shape, engine, job.least_reading(), load=load)

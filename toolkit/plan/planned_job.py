@@ -47,7 +47,7 @@ LARGEST_WORLD_SIZE = 2**20
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 # Options whose default other programs' versions decide.
-OPEN_OPTIONS = ("attn_implementation", "save_on_gpu", "zero3_init")
+OPEN_OPTIONS = ("attn_implementation", "pure_bf16", "save_on_gpu", "zero3_init")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -136,6 +136,9 @@ class PlannedJob(Job):
         numerics, decided = self.numerics, replace(self, not_given=())
         if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
             yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
+        if "pure_bf16" in self.not_given and numerics.pure_bf16 and numerics.program == "trainer":
+            # transformers 4 loads in fp32, and so does a script that says so
+            yield "--pure-bf16", replace(decided, numerics=replace(numerics, pure_bf16=False))
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
         if "zero3_init" in self.not_given and self.is_of_another_program:
