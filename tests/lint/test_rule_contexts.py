@@ -136,6 +136,9 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=7 vllm serve & \\\n"
                                       "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 x.py\n"}),
         ("each-node-alone", {"a.sbatch": "#SBATCH --nodes=4\nsrun -w $NODE torchrun --nproc_per_node 8 x.py &\n"}),
+        ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "\n  R=\\"\n  --nnodes=\\$N \\\n  \\"\n'
+                             '  torchrun \\${R} x.py\n"\n'}),
+        ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "torchrun \\${RUN_ARGS} x.py"\n'}),
         ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\n"

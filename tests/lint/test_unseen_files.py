@@ -257,9 +257,19 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]
 
 
-def test_a_comment_in_an_array_closes_no_array(tmp_path: Path) -> None:
-    array = "TRAIN=(\n    swift sft\n    --model a/b\n    # frozen (it's better)\n    --freeze_vit true\n)\n"
-    assert [each for each in lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n') if each.rule == "lost-line"] == []
+@pytest.mark.parametrize("line", ["# frozen (it's better)", "--seed $((1 + 2))", "--seed $(date +%s)"])
+def test_a_bracket_in_an_array_closes_no_array(tmp_path: Path, line: str) -> None:
+    array = f"TRAIN=(\n    swift sft\n    --model a/b\n    {line}\n    --freeze_vit true --plugn 1\n)\n"
+    found = lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n')
+    assert [each.key for each in found] == ["plugn"]
+
+
+def test_arrays_with_comments_and_arithmetic_are_arguments(tmp_path: Path) -> None:
+    array = "A=(\n  # sizes\n  data.train_batch_size=16\n  data.max_response_length=$((2 * n))\n\n"
+    array += "  actor_rollout_ref.actor.ppo_mini_batch_size=SIZE\n)\n"
+    for size, level in ((8, []), (32, ["error"])):
+        script = f'{array.replace("SIZE", str(size))}python -m verl.trainer.main_ppo "${{A[@]}}" $MORE\n'
+        assert [each.level for each in lint(tmp_path, a__sh=script) if "below" in each.message] == level
 
 
 def test_a_file_with_a_base_model_is_not_accelerates(tmp_path: Path) -> None:
