@@ -104,6 +104,7 @@ def test_what_is_certain_is_written(text: str, old: str, new: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "key", "level", "part"),
     [
+        (f"{ACCELERATE}kt_config: {{enabled: true}}\n", "kt_config", "note", "refuses to start"),  # by plain accelerate
         # transformers' parser converts no value of a file
         (f'{TRAINER}gradient_checkpointing_kwargs: {{}}\ntf32: "False"\n', "tf32", "warning", "counts as true"),
         (f'{TRAINER}num_train_epochs: "3"\n', "num_train_epochs", "warning", "cannot count"),

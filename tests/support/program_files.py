@@ -83,6 +83,8 @@ PROGRAM_CASES = [
      f"{FULL}use_galore: true\n", 5, None),
     ("unread-by-llama-factory", f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\n",
      f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\nreward_model_type: full\n", 6, None),
+    ("unread-by-llama-factory", f"{FACTORY}quantization_bit: 4\nquantization_method: bitsandbytes\n",
+     f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\n", 6, None),
     ("unread-by-axolotl", f"{AXOLOTL}adapter: lora\nload_in_4bit: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\n", 5, None),
     ("axolotl-fsdp-with-deepspeed", f"{AXOLOTL}deepspeed: zero3.json\n{FSDP}", f"{AXOLOTL}{FSDP}", 4, None),

@@ -47,6 +47,7 @@ from toolkit.presets.known_keys import (
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
+OF_KTRANSFORMERS = "kt_config"  # read by accelerate-kt, which it installs in the place of accelerate
 # Read outside DeepSpeedConfig, or an old spelling that it accepts.
 MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp"}
 # Similarity above which a key counts as a misspelling. It is higher for Trainer arguments, because scripts have
@@ -185,7 +186,8 @@ def unknown_key(doc: Document) -> Iterator[Match]:
     what = "is not a key of an accelerate configuration; it refuses to start"
     for name in doc.data:
         if name not in ACCELERATE_BLOCKS[""] and name not in OLD_ACCELERATE_KEYS:
-            yield _unknown(doc, "", name, ACCELERATE_BLOCKS[""], what)
+            found = _unknown(doc, "", name, ACCELERATE_BLOCKS[""], what)
+            yield replace(found, level=NOTE if name == OF_KTRANSFORMERS else found.level)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
