@@ -88,6 +88,10 @@ def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[st
         (f"{AXOLOTL}datasets: []\nrelora_warmup_steps: 10\n", "axolotl==0.10.1", "axolotl==0.18.0"),
         (f"{FACTORY}ray_run_name: x\n", "llamafactory==0.9.3", "llamafactory==0.9.5"),
         (OLD_SWIFT, "ms-swift==4.0.4", "ms-swift==4.2.0"),
+        (f"{SWIFT}tuner_type: lora\nnum_infer_workers: 1\n", "ms-swift==3.5.3", "ms-swift==3.6.0"),
+        # each method's class at its time
+        (f"{TRL}max_prompt_length: 9\nnum_generations: 2\n", "trl==0.27.2", "trl==0.28.0"),
+        (f"{TRL}max_prompt_length: 9\nprecompute_ref_log_probs: true\n", "trl==0.28.0", "trl==0.29.0"),
         (f"{TRL}torch_dtype: auto\n", "trl>=0.27\ntransformers==4.55.0", "trl>=0.27\ntransformers==4.57.0"),
     ],
 )

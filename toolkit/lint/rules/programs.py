@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from toolkit.convert.job_script import PROGRAMS
@@ -10,8 +11,9 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import shorten
+from toolkit.lint.rules.settings import is_grpo, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
+from toolkit.versions import version_numbers
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
@@ -71,8 +73,19 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         is_old = program == "trl" and key in schema.renamed
-        since = schema.former.get(key, schema.version if is_old else None)
+        since = _lost_in(schema, doc, key) or (schema.version if is_old else None)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+
+
+def _lost_in(schema: ProgramSchema, doc: Document, key: str) -> str | None:
+    """Return the first version without a setting: TRL's methods lost some at different times, so where the script, the
+    command or the other settings say the method, that of the method's own class."""
+    lost = {command: names[key] for command, names in schema.lost.items() if key in names}
+    classes = re.findall(r"\b([A-Z]+)Config\b", doc.reader_source) if lost else []
+    named = {*(each.lower() for each in classes), *(doc.start.script or "" if doc.start else "").split()[1:]}
+    methods = lost.keys() & named or lost.keys() & {"grpo" if is_grpo(doc) else ""}
+    methods = methods or (lost.keys() & schema.commands_of(doc.data) if lost else set())
+    return max((lost[each] for each in methods), key=version_numbers, default=schema.former.get(key))
 
 
 def _is_beginning(key: str, schema: ProgramSchema) -> bool:
