@@ -20,6 +20,7 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate:
 SWIFT = "model: a/b\ndataset: [x]\noutput_dir: o\nsplit_dataset_ratio: 0.01\n"
 OLD_SWIFT = f"{SWIFT}train_type: lora\n"
 COMMAND = "trl sft --model_name_or_path a/b --dataset_name c --max_seq_length 1024 --output_dir o"
+DPO = "--model_name_or_path a/b --dataset_name c/d --beta 0.1 --bf16 --do_train --my_rows x --max_prompt_length 9\n"
 PIN = "trl==0.11.4"
 
 
@@ -75,6 +76,8 @@ def test_what_a_script_installs_itself_is_its_version(files: dict[str, str], tmp
     [
         {"one/requirements.txt": "trl==1.16.0\n", "two/requirements.txt": PIN},
         {"requirements.txt": f"# {PIN}\ntrl==1.16.0\n"},
+        {"requirements.txt": "trl==1.16.0\n", "eval_requirements.txt": PIN},
+        {"requirements.txt": "trl>=1.16\n", "bench/client/requirements.txt": PIN},
     ],
 )
 def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[str, str], tmp_path: Path) -> None:
@@ -124,6 +127,13 @@ def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -
     [
         # the project's own code reads the setting
         ({"a.yaml": f"{AXOLOTL}datasets: []\nmax_length: 5\n", "x.py": 'length = config["max_length"]\n'}, "note"),
+        # a class of TRL in a parser that refuses the rest, beside a class of the script
+        ({"a.sh": f"accelerate launch x.py {DPO}", "requirements.txt": "trl>=1.7\n",
+          "x.py": "class A:\n    my_rows: str\nHfArgumentParser((A, DPOConfig)).parse_args_into_dataclasses()\n"},
+         "warning"),
+        # a manifest of the project, until something names it
+        ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n"}, "note"),
+        ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n", "README.md": "swift sft a.yaml\n"}, "warning"),
         # rows that a script names by a key of its own
         ({"a.yaml": f"{AXOLOTL}data_path: x\ncutoff_len: 512\n"}, "note"),
         # a notebook starts the program

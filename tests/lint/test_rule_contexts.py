@@ -15,6 +15,7 @@ TRAINER = "output_dir: out\nper_device_train_batch_size: 1\nbf16: true\nsave_str
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\ndatasets: [{path: x}]\n"
 TWO_NODES = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
+GROUPS = "num_generations: 8\nper_device_train_batch_size: 1\n"
 C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
 HF = "HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
 SHARDED = "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
@@ -164,6 +165,11 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f"{BY_NAME}SFTConfig(eval_strategy='steps', **kwargs)\n"}),
         ("refused-by-trainer", {"a.yaml": f"{TRL}eval_strategy: epoch\nload_best_model_at_end: true\n",
                                 "x.py": f"{BY_NAME}SFTConfig(save_strategy='epoch', **kwargs)\n"}),
+        ("refused-by-grpo", {"a.yaml": f"{TRL}{GROUPS}", "x.py": "from unsloth import FastLanguageModel\n"}),
+        ("refused-by-grpo", {"a.yaml": f"{TRL}max_completion_length: 9\nper_device_train_batch_size: 1\n",
+                             "x.py": "class A:\n    max_completion_length: int\nTrlParser([A])\n"}),
+        ("removed-training-argument", {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n",
+                                       "x.py": "class A:\n    evaluation_strategy: str\nTrlParser([A])\n"}),
         ("sharded-final-save", {"a.sh": SHARDED_RUN, "x.py": f"{HF}plugin.set_state_dict_type('FULL_STATE_DICT')\n",
                                 "a.yaml": SHARDED}),
         ("sharded-final-save", {"a.yaml": SHARDED, "x.py": f"{HF}with FSDP.state_dict_type(\n    model, "
@@ -226,6 +232,7 @@ def test_a_best_model_without_an_evaluation_is_refused_where_no_code_sets_one(sc
         (f"{PARSE}()", "raises", "error"),
         (f"args = {PARSE}(return_remaining_strings=True)\nprint(args.warmup_ratio)", "raises", "error"),
         ("HfArgumentParser(SFTConfig).parse_yaml_file(name, allow_extra_keys=True)", "drops it", "note"),
+        ("P.parse_dict(c, allow_extra_keys=True)\nTrlParser(SFTConfig).parse_args_and_config()", "and raises", "error"),
         ("HfArgumentParser(SFTConfig).parse_yaml_file(name)", "raises", "error"),
     ],
 )  # fmt: skip

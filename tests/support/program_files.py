@@ -39,6 +39,8 @@ PROGRAM_CASES = [
      f"{FACTORY}lora_rank: 8\n"),
     ("unknown-llama-factory-setting", f"{FACTORY}lora_alfa: 8\n", f"{FACTORY}use_kt: true\nkt_rule: x.yaml\n", 5, None),
     ("unknown-swift-setting", f"{SWIFT}train_type: lora\n", f"{SWIFT}warmup_ratio: 0.1\nlora_rank: 8\n", 5, None),
+    ("unknown-swift-setting", f"{SWIFT}plugin: x.py\n", f"{SWIFT}external_plugins: x.py\n", 5,
+     f"{SWIFT}external_plugins: x.py\n"),
     ("unknown-swift-setting", f"{SWIFT}lora_r: 8\n", f"{SWIFT}lora_r: 8\nignore_args_error: true\n", 5,
      f"{SWIFT}lora_rank: 8\n"),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),

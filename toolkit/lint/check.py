@@ -31,7 +31,7 @@ from toolkit.lint.document import (
     read_text,
     with_named_files,
 )
-from toolkit.lint.findings import NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
+from toolkit.lint.findings import LEVELS, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop, installs
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
@@ -108,7 +108,9 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
         raise ToolkitError(f"no configuration in {', '.join(map(str, paths))}", hint="name a file")
     found = [finding for document in documents.values() for finding in lint_document(document)]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
-    findings = sorted(dict.fromkeys(found), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
+    found.sort(key=lambda each: LEVELS.index(each.level), reverse=True)
+    unique = {(each.file, each.line, each.key, each.rule, each.message): each for each in found}  # of several commands
+    findings = sorted(unique.values(), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
     not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]
     return LintResult(findings=findings, files=files, unreadable=unreadable, not_checked=not_checked)
 

@@ -16,7 +16,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import occurs
+from toolkit.lint.named_files import occurs, parses_own
 from toolkit.lint.rules.programs import is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -109,6 +109,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     words = _words(doc, f"{prefix}{free[0].removeprefix('fsdp_')}") if free else []
     if words and isinstance(doc.get(key), str) and doc.get(key).upper() not in words:
         return Match(key, f"`{shorten(name)}` {what}", f"remove it, or `{free[0]}` with one of {', '.join(words)}")
+    words, kind = _words(doc, f"{prefix}{free[0]}.type") if free else [], doc.get(f"{key}.type")
+    if words and isinstance(kind, str) and kind.upper() not in words:
+        return Match(key, f"`{shorten(name)}` {what}", f"remove it: no `{free[0]}` of DeepSpeed is {shorten(kind)}")
     is_block = bool(free) and f"{prefix}{free[0]}" in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}
     rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
@@ -327,6 +330,8 @@ def _reads_exponents(doc: Document) -> bool:
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
     """Return the value as the key takes it, where it is plain what is meant."""
+    if key == "fp16.min_loss_scale":
+        return "`1`, or more"  # 0 is for a loss scale that stays
     if expected.startswith("text") and type(value) is int:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
     if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
@@ -524,17 +529,18 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if not doc.has(name) or name in trainer_argument_names():
             continue
-        if doc.call is not None and doc.is_declared(name):
+        if (doc.call is not None and doc.is_declared(name)) or parses_own(doc.reader_source, name):
             continue  # the script has an argument of that name itself
         since = removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
         renamed = removed.TRAINING_ARGUMENTS_RENAMED.get(name)
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
+        wins |= renamed is not None and doc.has(renamed)
         parsed = PARSED.findall(doc.reader_source)  # also by the scripts beside the one that is started
         of_arguments = doc.is_read_from_arguments(name)  # which raises where the parser has dropped it
         is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed)) and not of_arguments
-        is_lost |= doc.call is None and DROPS_EXTRA.search(doc.reader_source) is not None
+        is_lost |= doc.call is None and _drops_extra(doc.reader_source)
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
@@ -554,11 +560,16 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         )
 
 
+def _drops_extra(source: str) -> bool:
+    """Return True where a project's code passes over what its dataclasses lack, and none of its parsers refuses it."""
+    return DROPS_EXTRA.search(source) is not None and not re.search(r"\.parse_args_and_config\(\s*\)", source)
+
+
 def _may_not_reach_trainer(doc: Document, name: str) -> bool:
     """Return True for a setting of a file that a project's scripts have themselves, drop, read and do not pass on, or
     never name where they read others one by one."""
     source = doc.reader_source
-    if doc.is_declared(name) or doc.is_read_in_parts or DROPS_EXTRA.search(source):
+    if doc.is_declared(name) or doc.is_read_in_parts or _drops_extra(source):
         return True
     if PARSES_WHOLE.search(source):
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.job_script import PROGRAMS
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
@@ -11,6 +12,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import names_program, project_root, source_of
 from toolkit.lint.rules.settings import is_grpo, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
@@ -40,6 +42,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     is_read_here = is_read_by_project(doc, program)
+    is_manifest = program == "ms-swift" and bool(strange) and doc.start is None and not _is_named(doc)
     own = [key for key in unknown if program != "trl" and doc.call is None and doc.is_read(key)]
     for key in unknown:
         instead = schema.replacement(key)
@@ -52,6 +55,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
+        written = re.match(r"`(\w+)", fix)
+        fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         message, level = f"{schema.named} has no `{shorten(key)}`, and {schema.refusal}", None
         is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
@@ -61,20 +66,32 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
+        level = NOTE if is_manifest else level
         if program == "axolotl" and not doc.get(key):
             level = NOTE  # dropped, and off or empty anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
-        if of_own_script and level is None:
+        if of_own_script and level is None and not (key in schema.former and _parses_all(doc)):
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
         if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
             fix = f"{fix}, and the same in your code; or an older TRL"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
-        is_old = program == "trl" and key in schema.renamed
-        since = _lost_in(schema, doc, key) or (schema.version if is_old else None)
+        since = _lost_in(schema, doc, key)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+
+
+def _parses_all(doc: Document) -> bool:
+    """Return True for a command whose script gives a class of TRL to a parser that refuses what its classes lack."""
+    source = source_of(doc.call.script or "", doc.path)[0] if doc.call else ""
+    has_class = re.search(r"\b(?:HfArgument|Trl)Parser\([^)]*\b[A-Z]+Config\b", source)
+    return bool(has_class and re.search(r"\.parse_args_(?:into_dataclasses|and_config)\(\s*\)", source))
+
+
+def _is_named(doc: Document) -> bool:
+    """Return True for a file that a text of its project names, and for one without a project."""
+    return project_root(doc.folder) is None or names_program(doc.folder, Path(doc.path).name)
 
 
 def _lost_in(schema: ProgramSchema, doc: Document, key: str) -> str | None:
@@ -127,7 +144,7 @@ def _old_names(doc: Document) -> Iterator[Match]:
             instead = schema.replacement(key)
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(key, message, fix, level=WARNING, since=schema.version)
+            yield Match(key, message, fix, level=WARNING, since=_lost_in(schema, doc, key))
 
 
 def is_trls_own(doc: Document) -> bool:
