@@ -274,10 +274,10 @@ def test_arrays_with_comments_and_arithmetic_are_arguments(tmp_path: Path) -> No
 
 
 def test_what_a_command_and_its_file_both_show_is_said_once(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true, "activation_checkpointing": true}')
+    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true, "min_num_params": 0, "xla": false}')
     (tmp_path / "a.sh").write_text("torchrun x.py --bf16 --output_dir o --fsdp full_shard --fsdp_config fsdp.json\n")
     found = [each for each in lint_paths([tmp_path]).findings if each.rule == "unknown-fsdp-config-key"]
-    assert [(each.key, each.level) for each in found] == [("fsdp_config.fsdp_offload_params", "warning")]
+    assert [(each.key, each.level) for each in found] == [("fsdp_config.fsdp_offload_params", "error")]
 
 
 def test_a_file_with_a_base_model_is_not_accelerates(tmp_path: Path) -> None:
