@@ -42,6 +42,7 @@ TRL_COMMANDS = {
     **{"rloo": "RLOOConfig", "distillation": "DistillationConfig", "orpo": "ORPOConfig", "cpo": "CPOConfig"},
     **{"gkd": "GKDConfig", "online_dpo": "OnlineDPOConfig", "gold": "GOLDConfig"},
 }
+PLAIN_TYPES = {"int", "float", "bool", "str", "list", "dict"}
 AXOLOTL_BLOCKS = {"fsdp_config": "FSDPConfig", "trl": "TRLConfig", "vllm": "VllmConfig"}
 
 
@@ -95,6 +96,17 @@ class Source:
             return set(_texts(members)) if enums else set() if is_no_text else None
         return None if None in parts else set().union(*(each or () for each in parts))
 
+    def types(self, *names: str) -> dict[str, str]:
+        """Return the plain types of each field that takes nothing else, as `float | int`; a validator that comes before
+        takes more for axolotl's switches of attention."""
+        found: dict[str, set[str]] = {}
+        for node in self._with_bases(*names):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    found.setdefault(statement.target.id, {*_kinds(statement.annotation)} - {"None"})
+        plain = {name: kinds for name, kinds in found.items() if kinds and kinds <= PLAIN_TYPES}
+        return {name: " | ".join(sorted(kinds)) for name, kinds in plain.items() if not name.endswith("_attention")}
+
     def fields(self, *names: str) -> set[str]:
         """Return the names that the classes, and those they inherit from, annotate or read from the file's mapping."""
         fields = set[str]()
@@ -112,6 +124,12 @@ class Source:
                     waiting += [base.id.removeprefix("Hf") for base in node.bases if isinstance(base, ast.Name)]
                     yield node
                 seen.add(name)
+
+
+def _kinds(annotation: ast.expr) -> Iterable[str]:
+    if isinstance(annotation, ast.BinOp):
+        return itertools.chain(_kinds(annotation.left), _kinds(annotation.right))
+    return [ast.unparse(annotation.value if isinstance(annotation, ast.Subscript) else annotation)]
 
 
 def _annotated(node: ast.ClassDef) -> Iterable[str]:
@@ -277,6 +295,7 @@ def main(folder: Path) -> None:
         "lost": lost_by_command(folder, schemas["trl"]["former"]),
         "commands": {command: sorted(names - shared) for command, names in by_command.items()},
     }
+    schemas["axolotl"]["types"] = blocks.types(_axolotl_parts(blocks)[0])
     schemas["axolotl"]["blocks"] = {block: sorted(blocks.fields(name)) for block, name in AXOLOTL_BLOCKS.items()}
     OUTPUT.write_text(json.dumps(schemas, indent=1, sort_keys=True) + "\n")
 

@@ -20,6 +20,13 @@ WORDS = [
     (SWIFT, "padding_side: rigth", "padding_side: right"),
     (SWIFT, "quant_bits: 5", "quant_bits: 4"),
 ]
+AXOLOTL_TYPES = [
+    ("logging_steps: 0.2", "logging_steps: 2.0"),
+    ("max_memory: [14GiB]", "max_memory: {0: 14GiB}"),
+    ("wandb_watch: false", "wandb_watch: gradients"),
+    ('local_rank: ""', 'local_rank: "0"'),
+    ("trust_remote_code: maybe", "trust_remote_code: 1"),
+]
 PROGRAM_CASES = [
     ("unknown-trl-setting", f"{TRL_SFT}max_seq_length: 8\n", f"{TRL_SFT}max_length: 8\n", 4,
      f"{TRL_SFT}max_length: 8\n"),
@@ -43,6 +50,7 @@ PROGRAM_CASES = [
      f"{SWIFT}external_plugins: x.py\n"),
     ("unknown-swift-setting", f"{SWIFT}lora_r: 8\n", f"{SWIFT}lora_r: 8\nignore_args_error: true\n", 5,
      f"{SWIFT}lora_rank: 8\n"),
+    *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: false\n", 6, None),

@@ -17,7 +17,7 @@ from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import occurs, parses_own
-from toolkit.lint.rules.programs import is_trls_own, schema_of
+from toolkit.lint.rules.programs import is_read_by_project, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -93,6 +93,7 @@ READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
 LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
 NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
+HELD, WORDS_OF = {"str": str, "list": list, "dict": dict}, {"str": "text", "list": "a list", "dict": "keys and values"}
 FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
 
 
@@ -231,10 +232,25 @@ def dotted_key(doc: Document) -> Iterator[Match]:
             yield Match(name, message, f'`"{block}": {{"{shorten(key)}": ...}}`', line=doc.dotted_lines.get(name))
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="a value of the type that the message names")
+@rule(ERROR, ACCELERATE, AXOLOTL, library="accelerate", fix="a value of the type that the message names")
 def wrong_type(doc: Document) -> Iterator[Match]:
-    """The value is none that the key takes: accelerate raises, at the latest in the ranks."""
-    return _wrong_types(doc, ACCELERATE_BLOCKS)
+    """The key takes values of another type: accelerate raises, at the latest in the ranks, axolotl at once."""
+    return _wrong_types(doc, ACCELERATE_BLOCKS) if doc.kind == ACCELERATE else _wrong_types_of_axolotl(doc)
+
+
+def _wrong_types_of_axolotl(doc: Document) -> Iterator[Match]:
+    """pydantic reads numbers and switches from text, no text from a number, and 0 and 1 for a switch."""
+    level = NOTE if is_read_by_project(doc, AXOLOTL) else None
+    for name, types in program_schemas()[AXOLOTL].types.items():
+        value, kinds = doc.get(name), types.split(" | ")
+        is_open = value is None or is_template(value) or doc.is_flag(name)
+        is_read = any(kind in FIELD_TYPES and FIELD_TYPES[kind][0](value) is not None for kind in kinds)
+        is_number = isinstance(value, bool) or (value in (0, 1) and "bool" in types)
+        is_plain = any(isinstance(value, HELD[kind]) for kind in kinds if kind in HELD)
+        if not (is_open or is_read or is_plain or (is_number and FIELD_TYPES.keys() & kinds)):
+            expected = " or ".join(FIELD_TYPES[kind][1] if kind in FIELD_TYPES else WORDS_OF[kind] for kind in kinds)
+            written = repr(value) if value == "" else shorten(value)
+            yield Match(name, f"{written}, expected {expected}: axolotl raises", expected, level=level, library=AXOLOTL)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.15.1", fix="a value of the type that the message names")
