@@ -116,7 +116,7 @@ def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_
 
 def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -> None:
     files = {
-        "a.yaml": f"{AXOLOTL}datasets: []\neval_table_max_new_tokens: 5\n",
+        "a.yaml": f"{AXOLOTL}datasets: []\neval_table_size: 5\neval_table_max_new_tokens: 5\n",
         "requirements.txt": "axolotl==0.12.2\n",
     }
     assert ["eval_max_new_tokens" in each.fix for each in unknown_settings(tmp_path, files)] == [True]
@@ -127,6 +127,7 @@ def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -
     [
         # the project's own code reads the setting
         ({"a.yaml": f"{AXOLOTL}datasets: []\nmax_length: 5\n", "x.py": 'length = config["max_length"]\n'}, "note"),
+        ({"a.yaml": f"{AXOLOTL}datasets: []\neval_table_size:\neval_table_max_new_tokens: 5\n"}, "note"),  # off
         # a class of TRL in a parser that refuses the rest, beside a class of the script
         ({"a.sh": f"accelerate launch x.py {DPO}", "requirements.txt": "trl>=1.7\n",
           "x.py": "class A:\n    my_rows: str\nHfArgumentParser((A, DPOConfig)).parse_args_into_dataclasses()\n"},

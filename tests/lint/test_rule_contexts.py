@@ -194,6 +194,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
         ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),
+        ("deepspeed-file-missing", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --fsdp_config no/f.json\n",
+                                    "f.json": '{"fsdp_offload_params": true, "min_num_params": 0}'}, "but at "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(

@@ -67,7 +67,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
         level = NOTE if is_manifest else level
-        if program == "axolotl" and not doc.get(key):
+        is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
+        if program == "axolotl" and is_off:
             level = NOTE  # dropped, and off or empty anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
