@@ -64,6 +64,7 @@ NOT_INJECTED = {
     "micro_batches": "the same",
     "activation_dtype": "the same",
     "kernels": "`tests/observe/kernels/test_read_kernels.py` injects 21 faults",
+    "trained parameters in the optimizer": "`tests/observe/cases/optimizer_partial.py` is the script's own",
 }
 """Field -> why no deviation is injected from outside."""
 
@@ -75,6 +76,7 @@ CHECKS = {
     "rank_differences": (EQUAL_ON_ALL_RANKS,),
     "replica_differences": ("replicas",),
     "kernel_differences": ("kernels",),
+    "optimizer_differences": ("trained parameters in the optimizer",),
     "byte_differences": (BYTES,),
     "byte_limit_differences": (BYTES,),
     "pipeline_differences": ("layers of all stages", "parameter_bytes of all stages"),

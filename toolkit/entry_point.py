@@ -5,8 +5,6 @@ two lines too, and a file with its traceback; `TOOLKIT_DEBUG=1` prints the trace
 its run folder instead (`toolkit.observe.rank_process`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -5,8 +5,6 @@ unknown preset 'zero4'
   hint: did you mean `zero3`?
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

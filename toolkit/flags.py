@@ -1,7 +1,5 @@
 """Command-line parameters that several commands share, as annotated types for their options dataclasses."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -4,8 +4,6 @@
 True
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import sys

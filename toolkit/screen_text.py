@@ -3,8 +3,6 @@
 A pipe or a file gets it as it is, each line whole and without colour, so that it can be searched and parsed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -6,8 +6,6 @@
 'n/a'
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -71,8 +71,8 @@ CLEAR_KEYS = set(
     offload_optimizer offload_param gradient_clipping num_trainable_params neftune_noise_alpha
     attn_implementation ddp_comm_hook loss loss_chunk_tokens pipeline_schedule pipeline_stages micro_batches
     activation_dtype stages layers kernels packing optimizer_class sharding frozen_dtype learning_rates
-    optimizer_steps first_rows_sha256 torch_compile compiled_modules graph_breaks rank device compute_dtype
-    master_dtype optimizer_dtype command communication_fraction planned_allocated_bytes
+    optimizer_steps num_optimizer_params first_rows_sha256 torch_compile compiled_modules graph_breaks rank
+    device compute_dtype master_dtype optimizer_dtype command communication_fraction planned_allocated_bytes
     step_seconds_interval untimed_steps timed_seconds tied_copy_bytes packing_mask_bytes
     memory_by_phase allocator_retries mfu mfu_full_attention hfu seq_length
         """,

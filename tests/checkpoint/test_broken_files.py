@@ -16,8 +16,8 @@ from command_line import exit_code
 from launching import read
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.dcp_checkpoint import DcpFolder
 from toolkit.checkpoint.model_definition import model_class
+from toolkit.checkpoint.sharded_checkpoints import DcpFolder
 from toolkit.cli.checkpoint import parse_size
 from toolkit.errors import ToolkitError
 from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_checkpoint, file_entries

@@ -9,9 +9,8 @@ from command_line import exit_code
 from launching import ROOT, SCRIPTS, accelerate_launch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.hf_export import export
+from toolkit.checkpoint.hf_export import export, verify
 from toolkit.checkpoint.inspect import inspect_all
-from toolkit.checkpoint.verify import verify
 
 DEPRECATED = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 pytestmark = [pytest.mark.launch, pytest.mark.filterwarnings(DEPRECATED)]

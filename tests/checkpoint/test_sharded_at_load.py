@@ -12,11 +12,10 @@ from launching import ROOT, accelerate_launch, losses, read, toolkit
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.hf_export import export, open_checkpoint
+from toolkit.checkpoint.hf_checkpoint import MOMENTS
+from toolkit.checkpoint.hf_export import export, open_checkpoint, verify
 from toolkit.checkpoint.inspect import inspect_checkpoint
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.reader import MOMENTS
-from toolkit.checkpoint.verify import verify
 from toolkit.presets import load_preset
 
 pytestmark = pytest.mark.launch

@@ -1,4 +1,4 @@
-"""`torchrun --nnodes 1:2` on two nodes, of which one loses power: started by hand, and as a job of SLURM.
+"""`torchrun --nnodes 1:2` on two nodes, of which one loses power: by hand, and as a job of SLURM; and presets on both.
 
 How a run takes a node back is tested in tests/train/test_elastic.py.
 """
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from cluster.machines import Machines
-from cluster.slurm import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, steps
+from cluster.slurm import LAUNCH_SECONDS, SAVE_SECONDS, ClusterJobs, hosts, rows, steps
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
-from launching import read
+from launching import attested, read
 
 pytestmark = [pytest.mark.cluster, pytest.mark.launch, pytest.mark.nightly]
 
@@ -65,3 +65,30 @@ def test_a_submitted_elastic_job_continues_on_the_node_that_is_left(jobs: Cluste
     words = [*jobs.words, *training]
     expected = losses_without_interruption("zero2", words, tmp_path / "whole", steps=step)
     assert trained == pytest.approx(expected, rel=LOSS_TOLERANCE)
+
+
+STEPS = 12
+JOB = ("--per_device_train_batch_size", "2", "--max_steps", str(STEPS))
+PRESETS = ("ddp", "fsdp2")
+
+
+def test_a_submitted_comparison_trains_as_on_one_node(jobs: ClusterJobs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trials = {preset: out / "trials" / f"{preset}-n2-r0" for preset in PRESETS}
+    presets = [word for preset in PRESETS for word in ("--preset", preset)]
+    job = jobs.submit([*presets, "--repeats", "1", "--preflight"], out, *JOB)
+    jobs.slurm.wait_for_end(job, LAUNCH_SECONDS)
+    assert jobs.slurm.job(job)["JobState"] == "COMPLETED", jobs.logs()
+    found = [(row["preset"], row["world_size"], row["status"]) for row in read(out / "results.json")["rows"]]
+    assert found == [(preset, 2, "completed") for preset in PRESETS]
+
+    reports = sorted((tmp_path / "out.logs").glob(f"{job}-0-doctor-*.json"))
+    assert [read(report)["node_facts"]["hostname"] for report in reports] == ["node1", "node2"]
+    assert "2 nodes: " in jobs.logs()
+
+    for preset, trial in trials.items():
+        one = jobs.on_one_node(preset, tmp_path / preset, *JOB, "--save_strategy", "no")
+        assert hosts(trial) == ["node1", "node2"]
+        assert attested(trial) == attested(one)
+        assert steps(trial) == [STEPS, STEPS]
+        assert [rows(trial, rank) for rank in (0, 1)] == [rows(one, rank) for rank in (0, 1)]

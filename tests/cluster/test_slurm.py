@@ -13,8 +13,8 @@ import pytest
 from cluster_jobs import check_shell, node_script_of, run_cluster, write_inputs
 
 from toolkit.cluster.allocation import Allocation
+from toolkit.cluster.job_files import COMPARISON_FILE, LEDGER_FILE
 from toolkit.cluster.options import limit_seconds
-from toolkit.cluster.slurm import COMPARISON_FILE, LEDGER_FILE
 from toolkit.compare.ledger import LEDGER_FILE as LEDGER_OF_COMPARISON
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.specification import SPEC_FILE

@@ -25,9 +25,9 @@ from results_documents import (
 )
 
 from toolkit.__main__ import main
-from toolkit.compare.commands import write_report_again
 from toolkit.compare.results import Results, load_results
 from toolkit.compare.rows import Row, Run
+from toolkit.compare.runner import write_report_again
 from toolkit.errors import ToolkitError
 
 

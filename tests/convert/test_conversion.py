@@ -36,6 +36,8 @@ LF = "model_name_or_path: a/b\n"
         ("l.yaml", f"{LF}finetuning_type: freeze\ndataset: x", "'freeze' counts layers from the"),
         ("l.yaml", f"{LF}stage: sft\ndataset: x\nimage_max_pixels: 1", "images or video"),
         ("t.sh", "trl dpo --model_name_or_path a/b", "is for `trl dpo`, not supervised fine-tuning"),
+        ("t.yaml", f"{LF}num_generations: 8\n", "is for `trl grpo`, not supervised fine-tuning"),
+        ("t.yaml", f"{LF}train_dataset: x\ntorch_dtype: bfloat16\n", "is not recognised"),
         ("t.sh", "trl sft --dataset_name c/d", "names no model_name_or_path"),
         ("t.sh", "trl sft --config missing.yaml", "--config missing.yaml, which does not exist"),
         ("t.sh", "trl sft --model_name_or_path a --accelerate_config mine", "no such accelerate configuration: mine"),

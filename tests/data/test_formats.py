@@ -167,6 +167,7 @@ def test_prompt_and_completion_stay_strings_or_become_one_conversation() -> None
     ("row", "data_format", "message"),
     [
         ({"instruction": "Hej?"}, "alpaca", "no field `output`; fields found: instruction"),
+        ({"instruction": "Hej?", "output": None}, "alpaca", "`output` is null; fields found: instruction"),
         ({"instruction": "Hej?", "output": 5}, "alpaca", "`output` is number, expected a string"),
         ({"text": "\ud83d"}, "text", "`text` has an unpaired surrogate at character 0"),
         ({"messages": []}, "messages", "`messages` is empty"),

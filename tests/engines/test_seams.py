@@ -1,4 +1,4 @@
-"""Every private name of a library that the toolkit uses is a row of `seams.py`, and the installed versions have it."""
+"""Every private name of a library that the toolkit uses is a row of `seams.yaml`; the installed versions have it."""
 
 import ast
 import re

@@ -107,6 +107,7 @@ REFUSED = {
     "number as a key": ("5: a", "the key 5, expected a name"),
     "yes as a key": ("yes: a", "the key True, expected a name"),
     "unfinished": ("a: [1", "not YAML"),
+    "tab": ("a: b\n\tc: d", "at line 2, column 1; indent with spaces"),
     "bad scalar": ("a: !!int ''", "not YAML"),
     "JSON: list": ("[]", "holds list, expected keys and values"),
 }
@@ -122,7 +123,7 @@ def test_what_no_configuration_holds_is_refused_by_file(
     file.write_text(text)
     with pytest.raises(ToolkitError) as refused:
         read_configuration(file)
-    assert words in refused.value.message
+    assert words in f"{refused.value.message}; {refused.value.hint}"
     assert str(file) in refused.value.message
     assert len(refused.value.message) < 600
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "nothing in the file was run"

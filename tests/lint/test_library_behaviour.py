@@ -34,7 +34,7 @@ from toolkit.lint.rules.conditions import DPO_KEYS
 from toolkit.presets import removed_keys as removed
 from toolkit.versions import installed_version, version_numbers
 
-pytestmark = pytest.mark.nightly
+nightly = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 ACCEPTED = "nothing"  # the library raised nothing
@@ -173,7 +173,8 @@ NOT_SHOWN = {
     "max-live-parameters-zero",
     "more-processes-than-gpus",
     # of SLURM, and of two jobs at once
-    *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell"),
+    *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell", "folder-made-too-late"),
+    *("directive-behind-command", "more-processes-than-granted"),
     *("waits-for-lost-node", "elastic-shared-store"),
 }
 
@@ -194,6 +195,7 @@ def seen() -> dict[str, Any]:
     return dict(json.loads(done.stdout.rpartition("SEEN ")[2]))
 
 
+@nightly
 @pytest.mark.parametrize("rule", [*EXPECTED, *NO_FINDING])
 def test_the_library_does_what_the_rule_says(rule: str) -> None:
     expected, found = (EXPECTED | NO_FINDING)[rule], seen()[rule]
@@ -207,12 +209,14 @@ def source_of(package: str, module: str) -> str:
     return (Path(spec.origin).parent / module).read_text()
 
 
+@nightly
 @pytest.mark.parametrize("rule", FOUND_IN_SOURCE)
 def test_the_source_of_the_library_states_what_a_cpu_cannot_show(rule: str) -> None:
     package, module, sentence = FOUND_IN_SOURCE[rule]
     assert sentence in source_of(package, module)
 
 
+@nightly
 def test_deepspeed_refuses_unknown_and_removed_keys_and_accepts_deprecated_ones() -> None:
     assert all("Extra inputs are not permitted" in message for message in seen()["refused-nested-key"])
     said = seen()["removed-deepspeed-key"]
@@ -221,6 +225,7 @@ def test_deepspeed_refuses_unknown_and_removed_keys_and_accepts_deprecated_ones(
     assert set(seen()["deprecated-zero-key"].values()) == {ACCEPTED}
 
 
+@nightly
 def test_the_libraries_raise_for_values_of_a_wrong_type() -> None:
     assert [each.partition(":")[0] for each in seen()["wrong-type"]] == [
         *("AttributeError", "AttributeError", "ValueError", "ValueError", "ValidationError", "ValidationError"),
@@ -228,6 +233,7 @@ def test_the_libraries_raise_for_values_of_a_wrong_type() -> None:
     ]
 
 
+@nightly
 def test_trl_turns_padding_free_on_for_packed_rows_and_writes_dotted_keys() -> None:
     packed = 'self.padding_free = args.padding_free or (args.packing and args.packing_strategy in {"bfd", "bfd_split"})'
     assert packed in source_of("trl", "trainer/sft_trainer.py")
@@ -237,6 +243,7 @@ def test_trl_turns_padding_free_on_for_packed_rows_and_writes_dotted_keys() -> N
     assert [key for key in DPO_KEYS if f"    {key}: " in source_of("trl", "trainer/sft_config.py")] == []
 
 
+@nightly
 def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -> None:
     assert all("Some keys are not used" in each for each in seen()["removed-training-argument"].values())
     assert any("`activation_checkpointing` instead" in message for message in seen()["deprecated-training-argument"])
@@ -246,6 +253,7 @@ def test_transformers_refuses_each_removed_argument_and_has_what_replaces_it() -
     assert {new.partition(":")[0] for new in replacements} - {"warmup_steps"} <= trainer_argument_names()
 
 
+@nightly
 @pytest.mark.parametrize(
     ("library", "name"),
     [(library, name) for library, gone in removed.IMPORTS_REMOVED.items() for names in gone.values() for name in names],
@@ -258,6 +266,7 @@ def test_a_name_that_needs_an_older_library_is_not_in_the_installed_one(library:
     assert there is None
 
 
+@nightly
 @pytest.mark.launch
 def test_sequence_parallelism_below_stage_3_makes_gradients_as_many_times_too_large_as_it_has_ranks() -> None:
     ended = torchrun("sequence_parallel_norm.py", "2", num_processes=2)
@@ -266,6 +275,7 @@ def test_sequence_parallelism_below_stage_3_makes_gradients_as_many_times_too_la
     assert in_parts == pytest.approx(2 * alone, rel=1e-5)  # at stage 3 they are equal
 
 
+@nightly
 def test_words_in_fsdp_mean_version_2_hybrid_ones_are_refused_and_the_keys_are_those_of_the_source() -> None:
     version, reshard, refused = seen()["fsdp-as-words"]
     assert (version, reshard, "is only available with FSDP1" in refused) == (2, False, True)
@@ -283,14 +293,23 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
     own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
-    own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option"}
+    own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option", "count-of-slurm"}
+    own_tests |= {"unknown-script-option"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
-    own_tests |= {"lost-line", "typographic-quotes", "not-exported", "number-as-text", "not-indented"}
+    own_tests |= {
+        "blank-in-assignment",
+        "lost-line",
+        "typographic-quotes",
+        "not-exported",
+        "number-as-text",
+        "not-indented",
+    }
     shown = EXPECTED.keys() | SHOWN_BY_ANOTHER.keys() | FOUND_IN_SOURCE.keys() | own_tests
     assert {rule.name for rule in RULES} == shown | NOT_SHOWN
     assert [rule.name for rule in RULES if rule.level == "error" and rule.name in NOT_SHOWN] == []
 
 
+@nightly
 def test_the_rules_were_checked_with_the_installed_versions() -> None:
     for library in CHECKED_VERSIONS.keys() - {"slurm", "bash", *NOT_INSTALLED}:  # the first two are no Python packages
         assert version_numbers(installed_version(library) or "") == version_numbers(CHECKED_VERSIONS[library]), library
@@ -485,6 +504,7 @@ def raises_in(text: str, *, only: tuple[str, ...] = (), asserts: bool = False) -
     return [ast.unparse(each) for each in raises + [each for each in nodes if isinstance(each, ast.Assert) and asserts]]
 
 
+@nightly
 @pytest.mark.parametrize("place", RAISES, ids="/".join)
 def test_every_raise_of_the_arguments_has_a_rule_or_a_reason(place: tuple[str, str]) -> None:
     known, only = RAISES[place], PLUGINS if "dataclasses" in place[1] or place[0] == "peft" else ()
@@ -536,6 +556,7 @@ REFUSALS = {
 }
 
 
+@nightly
 @pytest.mark.parametrize("library", REFUSALS)
 def test_a_library_raises_for_each_bad_file_of_its_rules_and_for_no_good_one(library: str) -> None:
     reader, pairs = REFUSALS[library]
@@ -548,12 +569,14 @@ def test_a_library_raises_for_each_bad_file_of_its_rules_and_for_no_good_one(lib
     assert said == [True, False] * len(pairs)
 
 
+@nightly
 def test_accelerate_and_the_trainer_fill_auto_in_where_the_table_says() -> None:
     sources = [source_of("accelerate", name) for name in ("accelerator.py", "utils/dataclasses.py")]
     source = "".join([*sources, source_of("transformers", "integrations/deepspeed.py")])
     assert [key for key in launcher_tables()["filled"] if f'"{key}"' not in source] == []
 
 
+@nightly
 def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versions() -> None:
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
@@ -578,12 +601,45 @@ def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versio
     assert missing == []
 
 
+OPTIONS = """from argparse import ArgumentParser
+from dataclasses import dataclass
+from transformers import HfArgumentParser
+from deepspeed.launcher.runner import parse_args
+@dataclass
+class Mine:
+    packs: bool = True
+plain = ArgumentParser()
+plain.add_argument("--batch_size")
+read = {"plain": plain.parse_args, "deepspeed": parse_args}
+read["dataclass"] = HfArgumentParser(Mine).parse_args_into_dataclasses
+def refuses(parser, *words):
+    try:
+        read[parser](list(words))
+    except (SystemExit, ValueError):
+        return True
+"""
+
+
+@nightly
+def test_parsers_refuse_options_that_they_do_not_have_dashes_of_deepspeed_and_one_dash_for_two() -> None:
+    code = f"""{OPTIONS}
+taken = ["plain --batch 1", "dataclass --no-packs", "deepspeed --num_gpus 2 x"]
+refused = ["plain --batch-size 1", "plain --local_rank=0", "dataclass --local_rank=0", "dataclass -packs true"]
+assert [refuses(*each.split()) for each in [*taken, *refused, "deepspeed --num-gpus 2 x"]] == [None] * 3 + [True] * 5
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=cpu_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 FLAGS = [
     ("--use_fsdp --fsdp_version 2 --fsdp_state_dict_type SHARDED_STATE_DICT", "FSDP_STATE_DICT_TYPE"),
     ("--use_deepspeed --zero_stage 3 --zero3_init_flag false", "ACCELERATE_DEEPSPEED_ZERO3_INIT"),
 ]
 
 
+@nightly
 @pytest.mark.parametrize(("flags", "variable"), FLAGS)
 def test_flags_of_accelerate_launch_reach_the_ranks_as_the_keys_of_its_file_do(
     flags: str, variable: str, tmp_path: Path
@@ -615,12 +671,14 @@ def test_flags_of_accelerate_launch_reach_the_ranks_as_the_keys_of_its_file_do(
     assert by_flags == by_file
 
 
+@nightly
 @pytest.mark.parametrize("options", ["--nnodes 1 --node-rank 1", "--nnodes 2 --node-rank 2"])
 def test_a_rank_of_a_node_above_their_number_is_that_of_no_node(options: str) -> None:
     config = torchrun_config(*options.split(), "--master-addr", "node1")
     assert config.rdzv_configs["rank"] >= config.max_nodes  # a static rendezvous, which waits for rank 0
 
 
+@nightly
 def test_words_of_accelerate_are_those_of_its_enums() -> None:
     from accelerate.utils import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType, constants
 
@@ -634,6 +692,7 @@ def test_words_of_accelerate_are_those_of_its_enums() -> None:
         assert set(getattr(constants, f"FSDP_{name.upper()}")) <= set(words[f"fsdp_config.{name}"])
 
 
+@nightly
 def test_schedules_of_deepspeed_and_their_parameters_are_those_of_its_classes() -> None:
     import inspect
 
@@ -686,6 +745,7 @@ def test_trl_and_peft_raise_for_other_words() -> None:
         ("echo a \\\n  b\n  --c d 2>/dev/null; echo $?", b"a b 127"),  # a command of its own, which is not found
         ("echo a \\ \n  --c d 2>/dev/null; echo $?", b"a 127"),
         ("A=1; bash -c 'echo [$A]'", b"[]"),
+        ("A = 1 2>/dev/null; export B = 1 2>/dev/null; echo [$A$B]", b"[]"),
         ("export A=“x”; echo $A", "“x”".encode()),
     ],
 )
@@ -719,8 +779,12 @@ def test_every_node_is_rank_0_where_the_first_one_expands_and_a_missing_head_is_
     assert b" ".join(subprocess.check_output(["bash", "-c", script], timeout=20).split()) == printed
 
 
+@nightly
 def test_torchruns_defaults_on_several_nodes() -> None:
     assert torchrun_config().max_nodes == 1
+    for count in ("a100:4", ""):  # what SLURM_GPUS_PER_NODE is with a type, and where nothing says it
+        with pytest.raises(ValueError, match="Unsupported nproc_per_node"):
+            torchrun_config(f"--nproc-per-node={count}")
     config = torchrun_config("--nnodes", "2")
     assert (config.rdzv_endpoint.partition(":")[0], config.rdzv_configs["rank"]) == ("127.0.0.1", 0)
     config = torchrun_config("--nnodes", "2", "--master-addr", "node1")

@@ -39,6 +39,26 @@ SCHEDULE = {"params": {"warmup_min_ratio": 0}}
 IN_JSON = ('{"zero_optimization": {"stage": 2}, "scheduler": ', "}")
 SFT = "model_name_or_path: a/b\ndataset_name: c/d\nmax_length: 512\n"
 TRL = "model_name_or_path: Qwen/Qwen3-8B\nlearning_rate: 0.1\n"
+OWN_PARSER = """import argparse, deepspeed
+def parser_of():
+    parser = argparse.ArgumentParser()
+    group = parser.add_argument_group("b")
+    group.add_argument("--beta", "-b")
+    parser.add_argument("--lr", type=float)
+    return parser
+parser = parser_of()
+parser.add_argument("--steps")
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+"""
+OWN_DATACLASS = """@dataclass
+class Mine:
+    model: str = "a"
+    lr_x: bool = False
+    packs: bool = True
+parser = HfArgumentParser((Mine,))
+mine = parser.parse_args_into_dataclasses()[0]
+"""
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
 
 
@@ -231,6 +251,12 @@ CASES = [
       for bad, good in REFUSED_BY_PEFT),
     Case("auto-is-kept", '{"train_batch_size": "auto", "zero_optimization": {"stage": 3,\n"sub_group_size": "auto"}}',
          zero(3, reduce_bucket_size="auto") , 2, "ds.json"),
+    Case("refused-by-accelerate", "distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 2\n",
+         "distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 1\n", 3),
+    Case("refused-by-accelerate", f"{FSDP}  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 1e8\n",
+         f"{FSDP}  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 100000000\n", 5),
+    Case("refused-by-trl", f"{SFT}sync_ref_model: true\nprecompute_ref_log_probs: true\n",
+         f"{SFT}sync_ref_model: true\nprecompute_ref_log_probs: false\n", 4),
     *(Case("unknown-word", f"{SFT}{bad}\n", f"{SFT}{good}\n", 4) for bad, good in WORDS_OF_TRL),
     Case("unknown-word", "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_mode: max\n",
          "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_mode: max-autotune\n", 3),
@@ -373,6 +399,18 @@ CASES = [
          "run.sh", script="parser = TrlParser(Mine)\n"),
     Case("file-not-read", "torchrun train.py a.yaml --lr 1\n", "torchrun other.py a.yaml\n", 1, "run.sh",
          script="args, = HfArgumentParser(Mine).parse_args_into_dataclasses()\n"),
+    *(Case("unknown-script-option", f"{bad}\n", f"{good}\n", 1, "run.sh", script=source)
+      for bad, good, source in (
+          ("torchrun train.py --rate 1", "torchrun train.py --l 1 --beta=2 --steps 3 other.py", OWN_PARSER),
+          ("torchrun train.py --beta_1 1", "torchrun other.py --beta_1 1", OWN_PARSER),
+          ("deepspeed train.py", "deepspeed --no_local_rank train.py --deepspeed", OWN_PARSER),
+          ("torchrun train.py --rate 1", "torchrun train.py --no-packs --model a --lr-x", OWN_DATACLASS),
+          ("deepspeed train.py", "torchrun train.py --model=$M", OWN_DATACLASS),
+          ("torchrun train.py --max_neg 1", "deepspeed train.py --output_dir out --model a",
+           OWN_DATACLASS.replace("class Mine:", "class Mine(TrainingArguments):")),
+      )),
+    Case("refused-by-llama-factory", "llamafactory-cli train --stage sft --finetuning_type lora --do_train\n",
+         "llamafactory-cli train $CONFIG --stage sft --finetuning_type lora --do_train\n", 1, "run.sh"),
     Case("batch-arithmetic-of-pair", "torchrun --nproc-per-node 1 x.py --bf16 --do_train --deepspeed ds.json\n",
          "torchrun --nproc-per-node 2 x.py --bf16 --do_train --deepspeed ds.json\n", 1, "run.sh",
          deepspeed_json='{"zero_optimization": {"stage": 2}, "train_batch_size": 8,'

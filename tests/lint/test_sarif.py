@@ -28,6 +28,10 @@ def test_a_log_has_each_finding_with_its_place_and_rule_and_what_could_not_be_re
     assert "broken.json" in invocation["toolExecutionNotifications"][0]["message"]["text"]
     place = result["locations"][0]["physicalLocation"]
     assert (place["artifactLocation"]["uri"], place["region"]) == ("my%20file.yaml", {"startLine": 1})
+    (folder / "ds.json").write_text('{\n"zero_optimization": {"stage": 3}}')  # the key that is missing has no line
+    absent = json.loads(run_command(["lint", "ds.json", "--format", "sarif"], capsys)[1])["runs"][0]["results"]
+    lines = {each["ruleId"]: each["locations"][0]["physicalLocation"]["region"] for each in absent}
+    assert lines["stage-3-without-gather"] == {"startLine": 1}
     assert (result["ruleId"], result["level"], rule["id"]) == ("starts-one-process", "error", "starts-one-process")
     assert result["ruleIndex"] == 0
     assert rule["defaultConfiguration"]["level"] == "error"

@@ -12,6 +12,7 @@ from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.accelerate_loop import observe_loop
+from toolkit.observe.verify.verification import SAME_ROWS
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, read_rows
 
@@ -71,6 +72,13 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
     assert ended.returncode == 1
     assert said in ended.stderr
     assert read(tmp_path / "run.json")["status"] == "attestation_failed"
+
+
+@nightly_launch
+def test_a_loader_that_is_not_prepared_gives_all_ranks_the_same_rows(tmp_path: Path) -> None:
+    ended = launched("ddp", "own_loader", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert SAME_ROWS in ended.stdout
 
 
 @pytest.mark.launch

@@ -69,14 +69,17 @@ QUICK = [
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1)
 ]
 NIGHTLY = [
-    Case("optimizer_partial", says=note("gradient norm at the optimizer, after what the script does")),
+    Case(
+        "optimizer_partial",
+        says=(*note("gradient norm at the optimizer, after what"), *note("trained parameters in the optimizer")),
+    ),
     Case("peek_batch"),
     Case("collator_attr", says=("p = 1.0 is it mine: True",)),
     Case("train_twice", trainings=3, says=("SCRIPT DONE Trainer True",)),
     Case("rank0_after", says=("ValueError: my real error",), status="failed", code=1),
     Case("slow_callback", words=("20",), variables={"TOOLKIT_HANG_TIMEOUT_MINUTES": "0.1"}),
     # Alone, torch 2.13 may hang in `destroy_process_group` of gloo: it is not launched alone.
-    Case("plain_loop", says=("no Trainer was made",), status="failed", code=1, trainings=0),
+    Case("plain_loop", says=("hint: a loop without accelerate",), status="failed", code=1, trainings=0),
     *(Case(name) for name in VERIFIED),
     *(Case(name, script="plain", words=(json.dumps(given),)) for name, given in PLAIN.items()),
     *(Case(name, script="lora", words=words) for name, words in LORA.items()),
@@ -92,6 +95,7 @@ NIGHTLY = [
         says=note("compute_dtype on rank 0 is float32, expected float16"),  # not on a CPU
     ),
     Case("lion_bf16", says=note("optimizer_dtype")),
+    Case("rank1_exits", ("error: the script called sys.exit(3)",), "failed", 1, 0, {}, ("exits",), "rank1_raises"),
     Case("rank1_raises", says=("rank1_raises.py", "KeyError: 'only rank 1'"), status="failed", code=1),
 ]
 

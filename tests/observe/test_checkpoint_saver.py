@@ -17,10 +17,9 @@ from launching import ROOT, SAVED, SAVED_STEPS, accelerate_launch, nightly, nigh
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
-from toolkit.checkpoint.hf_export import export, open_checkpoint
+from toolkit.checkpoint.hf_checkpoint import MOMENTS
+from toolkit.checkpoint.hf_export import export, open_checkpoint, verify
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.reader import MOMENTS
-from toolkit.checkpoint.verify import verify
 from toolkit.observe.checkpoint_saver import BackgroundSaver
 from toolkit.record.checkpoints import checkpoint_files, list_checkpoints
 from toolkit.record.timeline import read_timeline

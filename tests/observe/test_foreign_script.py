@@ -51,7 +51,7 @@ def test_a_script_has_the_words_the_path_and_the_folder_that_python_gives_it(tmp
         "name": "__main__",
     }
     assert (ended.returncode, run_of(tmp_path)["status"]) == (1, "failed")  # it made no Trainer
-    assert "error: no Trainer was made; nothing was observed\n  hint: " in ended.stderr
+    assert "error: no Trainer was made; nothing was observed\n  hint: a loop without accelerate" in ended.stderr
 
 
 @pytest.mark.launch

@@ -15,7 +15,7 @@ from launching import ROOT
 from served_page import ServedPage, served_page
 
 from toolkit.models.config_fields import MAX_CONFIG_BYTES
-from toolkit.page import page_html
+from toolkit.page import server
 
 LLAMA = ROOT / "tests" / "fixtures" / "llama-8b"
 LORA = {"lora_r": "16", "load_in_4bit": "on"}
@@ -80,11 +80,11 @@ def test_a_method_that_a_known_model_is_refused_and_what_fits_nowhere_are_left_e
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     models = ("nvidia/Nemotron-H-8B-Base-8K", "moonshotai/Kimi-K2-Instruct")  # peft refuses a layer of the first
-    monkeypatch.setattr(page_html, "bundled_models", lambda: models)
+    monkeypatch.setattr(server, "bundled_models", lambda: models)
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
-    small, large = page_html.known_rows()
+    small, large = server.known_rows()
     assert small["full"]["h100-sxm"] == 2
-    assert small["lora"] == large["qlora"] == dict.fromkeys(page_html.TABLE_GPUS)
+    assert small["lora"] == large["qlora"] == dict.fromkeys(server.TABLE_GPUS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from launching import read
 from split_runs import RUNS, launch, losses_and_norms, split_runs
 
 from toolkit.checkpoint.convert import convert
-from toolkit.checkpoint.verify import verify
+from toolkit.checkpoint.hf_export import verify
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 

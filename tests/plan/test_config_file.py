@@ -27,6 +27,7 @@ lora_r: 8
 gradient_checkpointing: true
 deepspeed: {zero_optimization: {stage: 3}}
 """
+QLORA = AXOLOTL.replace("adapter: lora", "adapter: qlora") + "load_in_4bit: true\n"
 LLAMA_FACTORY = """model_name_or_path: MODEL
 stage: sft
 finetuning_type: lora
@@ -151,7 +152,7 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\nfp8_backend: te\n", "fp8 True", "preset"),
+        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\nfp8_backend: te\n", "fp8 True", "fp8"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft") + "oft_rank: 8\n", "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
         ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\ngalore_layerwise: true\n",
@@ -180,7 +181,15 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         planned(tmp_path, name, text)
     assert setting in refused.value.message
     assert f"--{option.replace('_', '-')}" in f"{refused.value.message} {refused.value.hint}"
-    values = {"max_seq_length": 64, "lora_r": 4, "preset": ("zero3",), "cp": 2, "load_in_4bit": True, "method": "sft"}
+    values = {
+        "max_seq_length": 64,
+        "lora_r": 4,
+        "preset": ("zero3",),
+        "cp": 2,
+        "load_in_4bit": True,
+        "method": "sft",
+        "fp8": True,
+    }
     values |= {"optim": "adafactor", "attn_implementation": "sdpa", "gradient_accumulation_steps": 2}
     assert getattr(planned(tmp_path, name, text, option, **{option: values[option]}), option) == values[option]
 
@@ -225,8 +234,10 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("t.sh", f"{TRL} --use_peft", {"fp32_base": True, "lora_r": 16}),  # ModelConfig's default
         ("t.sh", f"{TRL} --use_peft --load_in_4bit --bnb_4bit_quant_storage bfloat16", {"sharded_4bit": True}),
         ("t.sh", f"{TRL} --use_peft --load_in_4bit", {"sharded_4bit": None}),
-        ("a.yaml", f"{AXOLOTL}load_in_4bit: true\nquantize_moe_experts: true\n", {"experts_in_4bit": True}),
-        ("a.yaml", f"{AXOLOTL}load_in_4bit: true\n", {"experts_in_4bit": False}),
+        ("a.yaml", f"{QLORA}quantize_moe_experts: true\n", {"experts_in_4bit": True}),
+        ("a.yaml", QLORA, {"experts_in_4bit": False, "load_in_4bit": True}),
+        ("a.yaml", f"{AXOLOTL}load_in_4bit: true\n", {"load_in_4bit": False}),  # under `qlora` alone
+        ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 4\nquantization_method: bitsandbytes\n", {"load_in_4bit": False}),
         ("t.sh", f"{TRL} --use_peft --dtype bfloat16", {"fp32_base": False}),
         ("a.yaml", FULL.partition("deepspeed")[0], {"pure_bf16": True, "preset": ("ddp",)}),
         ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters

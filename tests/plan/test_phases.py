@@ -12,6 +12,7 @@ import torch.distributed as dist
 from command_line import run_command
 from live_bytes import LiveBytes
 from model_configs import LLAMA_8B_PARAMS, llama_8b
+from planned_commands import planned_command
 
 from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import job_weights
@@ -22,8 +23,10 @@ from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.training_setup import engine_settings, model_states
 from toolkit.presets import load_preset
 from toolkit.presets.support import check_supported
+from toolkit.units import GIB
 
 VOCABULARY, HIDDEN = 128_256, 4_096
+KERNEL = "kernels-community/vllm-flash-attn3"
 
 
 def planned(preset: str = "single", ranks: int = 1, **options: Any) -> MemoryPlan:
@@ -238,3 +241,17 @@ def test_8_bit_weights_are_decoded_in_the_dtype_of_an_input_that_they_keep() -> 
     more = 32 * 2048 * 2 * (2 * HIDDEN + 4 * 14_336)
     assert in_8bit.activation_bytes - in_4bit.activation_bytes == more
     assert in_8bit.buffer_bytes - in_4bit.buffer_bytes == 2 * 14_336 * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("job", "limit"),
+    [  # allocated GiB; eager attention would save 64 heads' scores, and a parabola of the counts is no growth
+        (f"openai/gpt-oss-20b --lora-r 16 --max-seq-length 16384 --attn-implementation {KERNEL}", 17),
+        ("zai-org/GLM-4-32B-0414 --max-seq-length 32768", 90),
+    ],
+)
+def test_long_rows_of_counted_models_need_what_grows_with_their_tokens(job: str, limit: float) -> None:
+    of_gpu = "--gpu h200 --num-processes 8 --preset fsdp2 --per-device-train-batch-size 1 --activation-checkpointing"
+    phases = planned_command(f"{job} {of_gpu}").memory.phases
+    allocated = max(each.allocated_bytes for each in phases) / GIB
+    assert 0.8 * limit < allocated < limit

@@ -256,6 +256,9 @@ def test_the_table_describes_the_job_and_says_what_is_exact(capsys: pytest.Captu
     assert "Model states are exact" in shown
     assert "Compared with one H200, never with several GPUs." in shown
     assert "\x1b" not in shown
+    for gpu, is_told in (("h100", False), ("a100-40gb", True)):  # where only offload fits
+        _, shown, _ = run_command(["plan", LLAMA_8B, "--num-processes", "2", "--gpu", gpu], capsys)
+        assert ("divide layers, sequences or experts: `toolkit recommend`" in shown) == is_told
 
 
 @pytest.mark.parametrize(

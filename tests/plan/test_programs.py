@@ -208,9 +208,20 @@ def test_what_is_too_close_names_what_its_margin_is_made_of_and_two_settings_tha
 
 def test_a_job_of_a_group_that_no_share_is_known_for_has_no_verdict_and_names_no_offload(capsys: Any) -> None:
     words = ["plan", "Qwen2.5-3B", "--program", "trl", "--gpu", "a100-80gb", "--num-processes", "4"]
-    first = run_command([*words, "--method", "dpo"], capsys)[1].splitlines()[0]
+    first, *lines = run_command([*words, "--method", "dpo"], capsys)[1].splitlines()
     assert first.startswith("no verdict on 4 x a100-80gb with `zero3`: ")
     assert "toolkit rehearse --preset zero3 " in first
+    assert next(line for line in lines if line.startswith("zero3 ")).split()[1:3] == ["no", "verdict"]
+    assert any(line.startswith("no verdict: ") and "`toolkit rehearse` measures it" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("job", "noted"), [("", [True, False]), ("--lora-r 8", [False, False]), ("--method reward", [True, True])]
+)
+def test_a_program_says_what_is_not_planned_of_such_a_job_alone(capsys: Any, job: str, noted: list[bool]) -> None:
+    words = "plan Qwen3-8B --program llama-factory --gpu a100-80gb --num-processes 4 --preset zero3"
+    out = run_command([*words.split(), *job.split()], capsys)[1]
+    assert [words in out for words in ("`use_badam`", "its reward models")] == noted
 
 
 def test_a_model_of_images_is_judged_as_one_of_text_where_its_rows_have_none(capsys: Any) -> None:
@@ -250,8 +261,12 @@ def test_settings_that_are_named_together_fit_when_they_are_typed_though_several
     assert run_command([*words, *" ".join(named).split()], capsys)[1].startswith("fits on")
 
 
+OFFLOADED = "--lora-r 16 --preset zero3_cpu_offload"
+
+
 @pytest.mark.parametrize(
-    "job", ["trl --method grpo --preset zero3", "trl --preset fsdp2", "axolotl --lora-r 16 --preset zero3_cpu_offload"]
+    "job",
+    ["trl --method grpo --preset zero3", "trl --preset fsdp2", f"axolotl {OFFLOADED}", f"trainer {OFFLOADED}"],
 )
 def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line_takes(
     job: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -260,7 +275,10 @@ def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line
     said = run_command([*words, "--per-device-train-batch-size", "1"], capsys)[1].splitlines()[0]
     assert "margin: not known" in said
     command = re.findall("`(toolkit rehearse .*?)`", said)[0].split()[1:]
-    (tmp_path / "SCRIPT").write_text("")
+    for file in (tmp_path / "SCRIPT", tmp_path / "axolotl" / "cli" / "train.py"):  # as in an environment that has it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     started: list[Any] = []
 
@@ -272,7 +290,7 @@ def test_a_job_whose_margin_is_not_known_names_a_rehearsal_that_the_command_line
     monkeypatch.setattr("toolkit.doctor.ops.compile_for_run", lambda *_, **__: None)
     assert "enough" in run_command([*command, "--cpu"], capsys)[2]
     assert started[0].preset.name in job.split()
-    assert (started[0].is_module, started[0].rehearsed.fake_tensors) == ("trl" in job, "fsdp2" in job)
+    assert (started[0].is_module, started[0].rehearsed.fake_tensors) == ("trainer" not in job, "fsdp2" in job)
 
 
 def test_4_bit_weights_in_uint8_are_whole_on_each_gpu_under_fsdp2() -> None:

@@ -11,7 +11,6 @@ from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.environment import convert_dict_to_env_variables
 from launching import (
     CPU_PRESETS,
-    MESH_OPTIONS,
     ROOT,
     SCRIPTS,
     accelerate_launch,
@@ -129,10 +128,9 @@ def compiled_ops() -> dict[str, str]:
 def launched(config: Path, how: str, folder: Path, *words: str, options: tuple[str, ...] = (), ranks: int = 2) -> str:
     """Launch the script from a directory of its own, and return what it prints where it fails."""
     script = (str(SCRIPTS / "anybodys.py"), how, str(folder), *words)
-    variables, mesh = VARIABLES | compiled_ops(), tuple(MESH_OPTIONS.get(config.stem, ()))
     ended = accelerate_launch(
-        config, *script, script="run_on_cpu_ranks.py", options=(*options, *mesh), cwd=folder, variables=variables,
-        num_processes=ranks,
+        config, *script, script="run_on_cpu_ranks.py", options=options, cwd=folder, num_processes=ranks,
+        variables=VARIABLES | compiled_ops(),
     )  # fmt: skip
     return "" if ended.returncode == 0 else ended.stderr
 

@@ -48,6 +48,7 @@ def test_the_verified_facts_equal_those_of_a_run_under_accelerates_launcher(
     for rank in launched["ranks"]:  # what only our training script has, and reads
         assert (rank.pop("loss"), rank.pop("loss_chunk_tokens")) == ("chunked", LOSS_CHUNK_TOKENS)
         assert rank.pop("ddp_comm_hook") is rank.pop("packing") is None
+        assert rank.pop("activation_checkpointing_selective") is False
     for rank in (*own["ranks"], *launched["ranks"]):  # other rows, another loss and rate
         for name in ("first_rows_sha256", "kernels", "learning_rates", "loss_path"):
             rank.pop(name)

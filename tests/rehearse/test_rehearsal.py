@@ -11,7 +11,7 @@ from comparison_records import comparison, comparison_runner
 from launching import CPU_PRESETS, ROOT, SCRIPTS, cpu_environment, read, run_warm, toolkit
 from model_configs import LLAMA
 
-from toolkit.compare.commands import write_report_again
+from toolkit.compare.runner import write_report_again
 from toolkit.errors import ToolkitError
 from toolkit.presets import load_preset
 from toolkit.record.folder import RunFolder

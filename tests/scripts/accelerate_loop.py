@@ -59,7 +59,8 @@ def observed(mode, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     workers = {"num_workers": 2, "persistent_workers": True} if mode == "workers" else {}
     loader, held_out = DataLoader(rows, 2, collate_fn=collate, **workers), DataLoader(rows, 2, collate_fn=collate)
-    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    model, optimizer, held_out = accelerator.prepare(model, optimizer, held_out)
+    loader = loader if mode == "own_loader" else accelerator.prepare(loader)
     observer = observe(accelerator=accelerator, model=model, optimizer=optimizer, folder=folder)
     if mode == "open":
         return

@@ -31,6 +31,11 @@ class NeverSynced(Trainer):
             return super().training_step(model, *args, **kwargs)
 
 
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, self.args.train_batch_size, shuffle=True)
+
+
 class Changes(TrainerCallback):
     """What one rank, or the script, does to the weights of its own."""
 
@@ -56,9 +61,9 @@ def main(mode, output_dir):
     args = TrainingArguments(
         output_dir=output_dir, use_cpu=True, disable_tqdm=True, report_to="none", per_device_train_batch_size=4,
         max_steps=4, save_strategy="steps" if "saves" in mode else "no", save_steps=3, learning_rate=1e-2,
-        ddp_find_unused_parameters=True, ddp_broadcast_buffers=mode != "buffers",
+        ddp_find_unused_parameters=True, ddp_broadcast_buffers=mode != "buffers", warmup_steps=2 * ("warm" in mode),
     )  # fmt: skip
-    kind = NeverSynced if mode == "never_synced" else Trainer
+    kind = {"never_synced": NeverSynced, "never_synced_warm": NeverSynced, "own_loader": OwnLoader}.get(mode, Trainer)
     callback = Changes(mode.removesuffix("_saves"))
     kind(model=Model(), args=args, train_dataset=rows, callbacks=[callback]).train()
 

@@ -19,9 +19,9 @@ MORE_BYTES_THAN_THERE_ARE = 2**60
 
 def ddp_for_fsdp() -> None:
     """Leave out the shim that makes FSDP2 real on a CPU: accelerate then runs DDP, silently."""
-    from toolkit.engines import fsdp2_on_cpu
+    from toolkit.engines import fsdp2
 
-    fsdp2_on_cpu.enable_fsdp_on_cpu = lambda: None
+    fsdp2.enable_fsdp_on_cpu = lambda: None
 
 
 def defer_reduction() -> None:

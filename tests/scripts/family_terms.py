@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from toolkit.models import count_from_transformers as counting
-from toolkit.models.families import COUNTED, TERMS, decides, evaluate, family_count, is_size, nested, scalars
+from toolkit.models.families import COUNTED, TERMS, decides, evaluate, family_count, nested, scalars
 from toolkit.models.read_model import known_models
 
 SMALL = 512
@@ -69,7 +69,8 @@ def derive(path: Path) -> dict[str, Any]:
         cut = counting._with_fewer_layers(type(config).from_dict(changed), kinds)
         return leaves(cut)
 
-    names = [name for name, value in resolved.items() if is_size(name, value) and _reachable(values, name)]
+    sizes = (name for name, value in resolved.items() if type(value) is int and value > 0)
+    names = [name for name in sizes if decides(name) and _reachable(values, name)]
     switches = [name for name, value in resolved.items() if isinstance(value, bool) and _reachable(values, name)]
     base = {name: resolved[name] for name in names}
     start = built(base)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
     torch.distributed.destroy_process_group = destroy_when_idle
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+        from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 
         enable_fsdp_on_cpu()
     PartialState(cpu=True)

@@ -42,9 +42,11 @@ def test_text_and_page_have_both_ratios_the_best_intervals_and_the_known_miss(
     _, _, chart = page.partition('aria-label="effective time ratio by checkpoint interval"')
     points = [line.partition('"')[0].split() for line in chart.split('<polyline points="')[1:]]
     assert [len({*line}) for line in points] == [41, 41, 1, 1, 1, 1]  # exact, first order, two dots with their rings
-    assert (
-        "almost no progress" in run_command([*COMMAND, "--gpus", "10000000", "--days", "0.1", "--runs", "1"], capsys)[1]
+    few, many = (
+        run_command([*COMMAND, "--gpus", gpus, "--days", "0.1", "--runs", "1"], capsys)[1] for gpus in ("4", "10000000")
     )
+    assert "4 GPUs on 1 node; 6.5 failures per 1,000 node-days: one every 154 days" in few
+    assert "almost no progress" in many
 
 
 def test_a_job_that_fails_very_often_is_simulated_fewer_times(capsys: pytest.CaptureFixture[str]) -> None:

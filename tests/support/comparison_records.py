@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.compare.build_results import aggregate_trials
-from toolkit.compare.commands import check_comparison
 from toolkit.compare.ledger import LedgerRecord
 from toolkit.compare.options import CompareOptions
 from toolkit.compare.results import Environment
 from toolkit.compare.rows import Failure, Row, RowKey, Trial
-from toolkit.compare.runner import Runner
+from toolkit.compare.runner import Runner, check_comparison
 from toolkit.compare.specification import ComparisonSpec, ExpectedStrategy, make_specification
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.models.read_model import read_model

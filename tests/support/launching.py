@@ -75,7 +75,7 @@ def accelerate_launch(
     cold: bool = False,
     module: str = "toolkit.train",
 ) -> CompletedProcess[str]:
-    """Run two ranks on the CPU, from the repository root; `options` are accelerate's own.
+    """Run two ranks on the CPU, from the repository root; `options` are accelerate's own, beside `MESH_OPTIONS`.
 
     `script` is a file of `scripts/`, or the name of a change in `changed_training.py`; the training script otherwise.
 
@@ -86,7 +86,8 @@ def accelerate_launch(
     if script is not None and not script.endswith(".py"):
         started = [str(SCRIPTS / "changed_training.py"), script]
     named = ["--config_file", str(config), "--num_processes", str(num_processes), "--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *named, *options, *started, *words]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *named, *MESH_OPTIONS.get(config.stem, ()), *options]
+    command += [*started, *words]
     environment = cpu_environment() | (variables or {})
     if cold or SERVER_VARIABLE not in os.environ:
         return run_captured(command, environment, cwd=cwd)
@@ -109,7 +110,6 @@ def launch_preset(preset: str, model: Path, data: Path, output: Path, *, cold: b
         *("--output_dir", str(output)),
         script="train_and_fingerprint.py",
         num_processes=CPU_PRESETS[preset],
-        options=MESH_OPTIONS.get(preset, ()),
         cold=cold,
     )
     assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.compare import comparison_report
-from toolkit.compare.answer import answer
 from toolkit.compare.results import Results, load_results
+from toolkit.compare.significance import answer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ import pytest
 from launching import attested_ranks, losses, nightly, rank_rows, read
 from random_models import random_llama
 
-from toolkit.checkpoint.hf_export import export
-from toolkit.checkpoint.verify import verify
+from toolkit.checkpoint.hf_export import export, verify
 from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model

@@ -6,8 +6,6 @@ of them. Schedule, step and data position are carried over. The ranks' random st
 stays: with another number dropout draws differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping
@@ -17,12 +15,10 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint import hf_export
-from toolkit.checkpoint.dcp_checkpoint import write_at_load, write_dcp
-from toolkit.checkpoint.hf_checkpoint import write_plain
+from toolkit.checkpoint.hf_checkpoint import CheckpointReader, write_plain
 from toolkit.checkpoint.inspect import detect
 from toolkit.checkpoint.model_definition import MetaModel, ModelFiles
-from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.checkpoint.zero_checkpoint import write_universal
+from toolkit.checkpoint.sharded_checkpoints import write_at_load, write_dcp, write_universal
 from toolkit.engines.ddp import Ddp, Single
 from toolkit.engines.fsdp2 import Fsdp2
 from toolkit.engines.safe_loading import torch_load
@@ -38,8 +34,7 @@ from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_c
 BYTES_PER_PARAMETER = 3 * 4  # fp32 weight and Adam's two moments
 # By engine of the preset that resumes: write weights and optimizer states, given the names in each parameter group.
 WRITERS = {Zero.name: write_universal, Fsdp2.name: write_dcp, Ddp.name: write_plain, Single.name: write_plain}
-# Entries of torch's schedules with one value per parameter group.
-RATES = ("base_lrs", "_last_lr", "lr_lambdas")
+RATES = ("base_lrs", "_last_lr", "lr_lambdas")  # entries of torch's schedules with one value per parameter group
 
 
 def convert(
@@ -110,7 +105,6 @@ def _optimized_names(reader: CheckpointReader, model: MetaModel) -> list[str]:
 
 
 def _copy_side_files(files: ModelFiles, folder: Path, *, same_ranks: bool) -> None:
-    """Copy what does not depend on the engine: schedule, Trainer state, tokenizer, configuration, random states."""
     names = ("scheduler.pt", "trainer_state.json", "training_args.bin", "stream_rank*.json")
     patterns = [*names, "rng_state*.pth"] if same_ranks else names
     copied: list[Path | None] = [file for pattern in patterns for file in sorted(files.path.glob(pattern))]
@@ -151,7 +145,6 @@ def _convert_schedule(path: Path, groups: list[list[str]], preset: PresetSpec) -
 def _converted_manifest(
     files: ModelFiles, reader: CheckpointReader, preset: PresetSpec, num_processes: int, layout: ParallelLayout | None
 ) -> dict[str, Any]:
-    """The source's manifest with the new preset, or a new one if the source has none."""
     manifest, recorded, batch = files.manifest, {}, {}
     if manifest is not None:
         recorded = manifest.model_dump(exclude_unset=True, exclude={"files", "sha256", "schema_version"})

@@ -1,35 +1,45 @@
-"""Export any engine's checkpoint as one Hugging Face folder, with one tensor in memory at a time.
+"""Export any engine's checkpoint as one Hugging Face folder, with one tensor in memory at a time; and verify either.
 
 `export(Path("out/checkpoint-8"), Path("model"))` writes the folder `model`, or nothing at all.
-"""
 
-from __future__ import annotations
+A checkpoint, an exported folder or a trained model is verified by loading it again. Structure is checked first
+(missing, unexpected, empty, NaN and infinite tensors, by name), then the logits of fixed tokens against the fingerprint
+that the live model recorded.
+"""
 
 import contextlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.checkpoint.dcp_checkpoint import AtLoadReader, DcpReader
-from toolkit.checkpoint.hf_checkpoint import DEFAULT_SHARD_BYTES, PlainReader, WeightFiles, stored_tensors, write_model
-from toolkit.checkpoint.inspect import check_readable, detect, newest_of_script
+from toolkit.checkpoint.hf_checkpoint import (
+    DEFAULT_SHARD_BYTES,
+    CheckpointReader,
+    PlainReader,
+    WeightFiles,
+    listed,
+    live_weights,
+    stored_tensors,
+    write_model,
+)
+from toolkit.checkpoint.inspect import check_readable, detect, is_checkpoint, newest_of_script
 from toolkit.checkpoint.model_definition import (
     ADAPTER_NAME,
     HEAD,
     MetaModel,
     ModelFiles,
     UnknownModel,
+    built_by_a_library,
     no_adapter_config,
 )
-from toolkit.checkpoint.reader import CheckpointReader, listed
-from toolkit.checkpoint.zero_checkpoint import ZeroReader
+from toolkit.checkpoint.sharded_checkpoints import AtLoadReader, DcpReader, ZeroReader
 from toolkit.engines.fsdp2 import Fsdp2
 from toolkit.engines.safe_loading import check_checkpoint
 from toolkit.engines.zero import Zero
@@ -37,13 +47,13 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import TOKENIZER, open_file, read_json
 from toolkit.files.model_weights import SavedTensor
 from toolkit.hardware.disks import check_free_space, existing_folder
-from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, read_checkpoint
+from toolkit.models.nf4 import PACKED_BF16, as_in_training, quantization_config
+from toolkit.record.checkpoints import FINGERPRINT, INCOMPLETE_MARK, MANIFEST, Fingerprint, read_checkpoint
 from toolkit.record.folder import write_json
 from toolkit.record.status import is_disk_full
 from toolkit.units import MIB
 
-# A generous estimate of the tokenizer and configuration files beside the weights.
-SIDE_FILE_BYTES = 64 * MIB
+SIDE_FILE_BYTES = 64 * MIB  # a generous estimate of the tokenizer and configuration files beside the weights
 MAX_TOKENIZER_BYTES = 512 * MIB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OTHER_CONFIG = "if its config.json is another model's: `--base-model FOLDER` with that of the trained one"
@@ -74,10 +84,7 @@ def export(
     trust_pickle: bool = False,
     weights_only: bool = False,
 ) -> ExportResult:
-    """Write the model (or adapter) of a checkpoint into `out`. Raises ToolkitError, and then writes nothing.
-
-    `weights_only` takes names and shapes from the checkpoint: of a model whose class transformers does not have.
-    """
+    """Write a checkpoint's model or adapter into `out`, or raise ToolkitError; `weights_only` needs no class."""
     path = newest_of_script(path)
     if dtype not in DTYPES:
         raise ToolkitError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -131,8 +138,7 @@ def open_checkpoint(path: Path, model: MetaModel, *, trust_pickle: bool = False)
     known = model.known_names
     if unknown := [] if model.adapter else [name for name in saved if name not in known]:
         raise ToolkitError(
-            f"{path} has {listed(unknown)}, which a {type(model.base_model).__name__} does not",
-            hint=OTHER_CONFIG,
+            f"{path} has {listed(unknown)}, which a {type(model.base_model).__name__} does not", hint=OTHER_CONFIG
         )
     return reader
 
@@ -242,3 +248,131 @@ def _merged_tensors(
         SavedTensor(name=name, shape=model.shapes[live], dtype=dtype, read=partial(reader.weight, live))
         for name, live in heads.items()
     ]
+
+
+# Relative to the largest logit, by the live model's compute dtype; the reloaded model computes in fp32, unless its base
+# is in 4 bits.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyResult:
+    """The problems of a checkpoint or model; fields are the keys of `verify --json`."""
+
+    path: str
+    kind: str  # `checkpoint` or `model`
+    num_tensors: int = 0
+    max_difference: float | None = None
+    """Largest difference of a logit, relative to the largest logit; None without a fingerprint."""
+    tolerance: float | None = None
+    four_bit_matmul: str | None = None
+    """How 4-bit layers computed, here as in the live model: `dequantized` or `packed_bf16`; None without them."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    path: Path, *, base_model: str | None = None, trust_pickle: bool = False, weights_only: bool = False
+) -> VerifyResult:
+    """Reload and compare. Raises ToolkitError for no checkpoint or model, and for one that only DeepSpeed reads."""
+    path = newest_of_script(path)
+    if not path.is_dir():
+        raise ToolkitError(f"no such folder: {path}", hint="name a checkpoint, an exported folder or a run folder")
+    if not is_checkpoint(path):
+        if not any(path.glob("*model*.safetensors")):
+            raise ToolkitError(f"{path} holds neither a model nor a checkpoint", hint="name a folder `checkpoint-STEP`")
+        return _verify_model(path, path, "model", base_model, weights_only)
+    problem = read_checkpoint(path).problem(deep=True) if os.path.lexists(path / MANIFEST) else None
+    if problem is not None:
+        return VerifyResult(path=str(path), kind="checkpoint", problems=[problem])
+    check_readable(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".verifying-") as folder:
+        exported = Path(folder) / "model"
+        try:
+            export(path, exported, base_model=base_model, trust_pickle=trust_pickle, weights_only=weights_only)
+        except ToolkitError as error:
+            return VerifyResult(path=str(path), kind="checkpoint", problems=[error.message])
+        return _verify_model(path, exported, "checkpoint", base_model, weights_only)
+
+
+def _verify_model(path: Path, model: Path, kind: str, base_model: str | None, weights_only: bool) -> VerifyResult:
+    files = ModelFiles(path, base_model)
+    definition = UnknownModel(files) if weights_only else MetaModel(files)
+    recorded, weights = None if weights_only else files.fingerprint(), live_weights(model, definition)
+    live_names = {saved: name for name, saved in definition.saved_names.items()}
+    definition.take_shapes({live_names.get(saved, saved): shape for saved, shape in weights.shapes().items()})
+    problems, difference, tolerance = _structure_problems(weights, definition), None, None
+    if recorded is not None and not problems:
+        dtype = "bfloat16" if recorded.four_bit_matmul == PACKED_BF16 else str(recorded.compute_dtype)
+        tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+        vocabulary = definition.base_model.config.get_text_config().vocab_size
+        if max(recorded.input_ids) >= vocabulary or len(recorded.logits) > vocabulary:
+            raise ToolkitError(f"{path}: the fingerprint is of another model than that of {vocabulary} tokens")
+        with built_by_a_library(model):
+            reloaded = _reloaded_logits(model, files, definition.model_class, recorded)
+        live = torch.tensor(recorded.logits)
+        difference = float((reloaded[: len(live)] - live).abs().max() / live.abs().max().clamp_min(1e-12))
+        if not difference <= tolerance:
+            far = f"by {difference:.3g} of the largest, more than {tolerance:g}"
+            problems = [f"logits differ from the live model's {far}"]
+    return VerifyResult(
+        path=str(path),
+        kind=kind,
+        num_tensors=len(weights.tensors),
+        max_difference=difference,
+        tolerance=tolerance,
+        four_bit_matmul=None if recorded is None else recorded.four_bit_matmul,
+        problems=problems,
+    )
+
+
+def _structure_problems(weights: WeightFiles, model: MetaModel) -> list[str]:
+    expected = {model.saved_names.get(name, name): shape for name, shape in model.shapes.items()}
+    allowed = set(expected) | model.known_names
+    found = weights.shapes()
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    for name, shape in found.items():
+        if name not in allowed:
+            problems.append(f"{name} is unexpected")
+        elif 0 in shape:
+            problems.append(f"{name} is empty")
+        elif name in expected and shape != expected[name]:
+            problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
+        else:
+            tensor = weights.read(name)
+            counts = {"NaN": int(tensor.isnan().sum()), "infinite": int(tensor.isinf().sum())}
+            if bad := [f"{count} {kind}" for kind, count in counts.items() if count]:
+                problems.append(f"{name} has {' and '.join(bad)} of {tensor.numel()} values")
+    return problems
+
+
+def _reloaded_logits(model: Path, files: ModelFiles, model_class: Any, recorded: Fingerprint) -> torch.Tensor:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if files.adapter:
+        from peft import PeftModel
+
+        load = partial(model_class.from_pretrained, files.base_folder)
+        if recorded.load_in_4bit:  # quantized as it was: from weights in the compute dtype
+            from toolkit.models.nf4_experts import decode_experts_when_used, load_with_experts_in_4_bits
+
+            dtype = getattr(torch, str(recorded.compute_dtype))
+            packed = partial(load, dtype=dtype, quantization_config=quantization_config(dtype))
+            base = load_with_experts_in_4_bits(packed)
+        else:
+            base = load(dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(base, model, adapter_name=ADAPTER_NAME)
+        if recorded.load_in_4bit:
+            decode_experts_when_used(loaded)
+    else:
+        loaded = model_class.from_pretrained(model, dtype=torch.float32)
+    loaded.eval()
+    same_path = as_in_training(loaded) if recorded.four_bit_matmul != PACKED_BF16 else contextlib.nullcontext()
+    with torch.no_grad(), same_path:
+        outputs = loaded(input_ids=torch.tensor([recorded.input_ids]), use_cache=False)
+    logits: torch.Tensor = outputs.logits[0, -1].float()
+    return logits

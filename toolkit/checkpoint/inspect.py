@@ -3,8 +3,6 @@
 `detect(Path("out/checkpoint-8")).engine` is `deepspeed`, for example; `inspect_all(Path("out"))` has a summary of each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -85,17 +83,12 @@ def detect(path: Path) -> Layout:
 def check_readable(path: Path) -> None:
     """Raise ToolkitError for a checkpoint in DeepSpeed's universal layout, which only DeepSpeed reads."""
     if (path / LATEST_UNIVERSAL).is_file():
-        raise ToolkitError(
-            f"{path} was converted for a preset of ZeRO, and cannot be read again",
-            hint="use the checkpoint that it was converted from (`converted_from` in its manifest.json)",
-        )
+        hint = "use the checkpoint that it was converted from (`converted_from` in its manifest.json)"
+        raise ToolkitError(f"{path} was converted for a preset of ZeRO, and cannot be read again", hint=hint)
 
 
 def newest_of_script(path: Path) -> Path:
-    """Return the newest checkpoint of the run of somebody's script in a run folder; any other path as it is.
-
-    Raises ToolkitError where the script has saved none.
-    """
+    """Return the newest checkpoint of a script's run, any other path as it is. Raises ToolkitError for none."""
     folder = RunFolder(path).checkpoints
     if folder == path:
         return path

@@ -4,8 +4,6 @@ Each file is searched in the checkpoint, then in the output folder around it, th
 or the adapter names.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
 )
-
-
 # Classes of peft's task types that end in another head than a language model's: the base's config.json has none of it.
 HEADED = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
@@ -38,8 +34,7 @@ HEADED = {
 }
 NAME_BASE = "name it: `--base-model FOLDER`"
 WEIGHTS_ONLY = "a class of your own: `--weights-only` exports its weights under their own names"
-HEAD = f".modules_to_save.{ADAPTER_NAME}."
-"""In the name of a module that is trained in full beside an adapter."""
+HEAD = f".modules_to_save.{ADAPTER_NAME}."  # in the name of a module that is trained in full beside an adapter
 
 
 @dataclass(frozen=True)
@@ -78,10 +73,7 @@ class ModelFiles:
                 return Path(snapshot_download(self.base, allow_patterns=patterns))
             except Exception as error:  # no network, no such id, no permission: each has its own class
                 why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolkitError(
-            f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}",
-            hint=NAME_BASE,
-        )
+        raise ToolkitError(f"the base model {self.base[:80]!r} of {self.path} cannot be found: {why}", hint=NAME_BASE)
 
     def find(self, name: str, *, base: bool = True) -> Path | None:
         """Return the nearest file of this name; None if there is none."""
@@ -245,10 +237,7 @@ def no_adapter_config(path: Path) -> ToolkitError:
 
 
 def model_class(config: Any, task_type: str | None = None) -> Any:
-    """Return transformers' class of a model: the one that config.json records, or of an adapter's task.
-
-    Raises ToolkitError for a class that transformers does not have.
-    """
+    """Return transformers' class by config.json, or by an adapter's task. Raises ToolkitError for an unknown one."""
     import transformers
 
     if task_type in HEADED:

@@ -3,8 +3,6 @@
 All but `inspect` read tensors: these import torch when they run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,12 +24,10 @@ checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, export, verify
 CheckpointPath = Annotated[Path, typer.Argument(help="folder of a checkpoint", metavar="CHECKPOINT")]
 OutputFolder = Annotated[Path, typer.Argument(help="folder to create", metavar="OUT")]
 BaseModel = Annotated[
-    str | None,
-    typer.Option(help="base model or a folder with config.json, if not where it was recorded"),
+    str | None, typer.Option(help="base model or a folder with config.json, if not where it was recorded")
 ]
 WeightsOnly = Annotated[
-    bool,
-    typer.Option("--weights-only", help="keep the checkpoint's names: for a model class that transformers lacks"),
+    bool, typer.Option("--weights-only", help="keep the checkpoint's names: for a model class that transformers lacks")
 ]
 TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="load pickles whatever they run: only your own")]
 
@@ -101,7 +97,7 @@ def verify(
     Exit code 1 if a check fails.
     """
     _use_the_cpu_alone()
-    from toolkit.checkpoint.verify import verify as verify_checkpoint
+    from toolkit.checkpoint.hf_export import verify as verify_checkpoint
 
     how = {"trust_pickle": trust_pickle, "weights_only": weights_only}
     result = verify_checkpoint(user_path(path), base_model=base_model, **how)

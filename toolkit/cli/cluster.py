@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.options import expand_options
-from toolkit.cluster.options import JobOptions
-from toolkit.cluster.platform_options import KubernetesOptions, SkyPilotOptions, SlurmOptions, SshOptions
+from toolkit.cluster.options import JobOptions, KubernetesOptions, SkyPilotOptions, SlurmOptions, SshOptions
 from toolkit.entry_point import print_message
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ def slurm(job: JobOptions, slurm: SlurmOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`, with --output_dir on a file system of all nodes.
     """
-    from toolkit.cluster.job_files import deliver
-    from toolkit.cluster.slurm import comparison_file, job_file
+    from toolkit.cluster.job_files import comparison_file, deliver, job_file
 
     submit = ["sbatch"] if slurm.submit else None
     if len(job.preset) > 1:
@@ -48,7 +46,7 @@ def skypilot(job: JobOptions, sky: SkyPilotOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`, with --output_dir in a folder of --mount.
     """
-    from toolkit.cluster.without_slurm import task_file
+    from toolkit.cluster.job_files import task_file
 
     # Secrets are taken from the environment by their names.
     submit = ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in job.passed_variables)]
@@ -63,7 +61,7 @@ def kubernetes(job: JobOptions, kubernetes: KubernetesOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`, with --output_dir in a folder of --mount.
     """
-    from toolkit.cluster.without_slurm import manifest
+    from toolkit.cluster.job_files import manifest
 
     submit = ["kubectl", "apply", "-f"] if kubernetes.submit else None
     _write(job, lambda each: manifest(each, kubernetes), shares_files=False, submit=submit, suffix=".yaml")
@@ -76,7 +74,7 @@ def ssh(job: JobOptions, ssh: SshOptions) -> None:
 
     After `--`: training arguments, as for `toolkit train`, with --output_dir on a file system of all nodes.
     """
-    from toolkit.cluster.without_slurm import script_file, start_line
+    from toolkit.cluster.job_files import script_file, start_line
 
     _write(job, lambda each: script_file(each, ssh), shares_files=True, submit=None, suffix=".sh")
     if job.output is not None:

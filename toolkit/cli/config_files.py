@@ -214,7 +214,8 @@ def diff(
         plan = change.plan_line()
         print(f"{change.file} ({change.status}){': ' + plan if plan else ''}")
         for finding in change.new:
-            place = "" if finding.line is None else f":{finding.line}"
+            place = "" if finding.file == change.file else f" {finding.file}"
+            place += "" if finding.line is None else f":{finding.line}"
             print(f"  new {finding.level}[{finding.rule}]{place} {finding.key}: {finding.message}; fix: {finding.fix}")
         for finding in change.gone:
             print(f"  gone {finding.level}[{finding.rule}] {finding.key}")

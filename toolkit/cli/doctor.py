@@ -1,7 +1,5 @@
 """`toolkit doctor` and `toolkit env`: what this node can do, what is wrong with it, and how nodes differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -24,16 +22,14 @@ def doctor(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="the model that --preset trains; with --compare: reports of nodes",
-            metavar="MODEL or FILE...",
+            help="the model that --preset trains; with --compare: reports of nodes", metavar="MODEL or FILE..."
         ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="compare the reports of several nodes, each written with --json")
     ] = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="also show checks that found nothing or were skipped"),
+        bool, typer.Option("--verbose", "-v", help="also show checks that found nothing or were skipped")
     ] = False,
     as_json: JsonOutput = False,
 ) -> None:
@@ -47,9 +43,8 @@ def doctor(
     from toolkit.doctor.examination import examine_node
 
     if names and len(names) > 1:
-        raise ToolkitError(
-            f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint="reports are compared with --compare"
-        )
+        hint = "reports are compared with --compare"
+        raise ToolkitError(f"one MODEL at most, {len(names)} given: {', '.join(names)}", hint=hint)
     examination = examine_node(options, names[0] if names else None)
     if as_json:
         print(json.dumps(examination.as_json(), indent=2))

@@ -3,8 +3,6 @@
 A new flag is one field: the command line, its help, and the work that receives the dataclass all read it there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

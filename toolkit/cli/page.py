@@ -6,8 +6,6 @@ becomes `{"text": ..., "words": ...}`, the command's JSON and its command line, 
 the hint and the field that it is about. Fields have the names of options, and texts as values.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses
@@ -187,7 +185,6 @@ def _printed(name: str, model: str, options: Mapping[str, str]) -> str:
 
 
 def _files_of(preset: str) -> str:
-    """Return the files of a preset that ships with the toolkit as a zip, base64."""
     import zipfile
 
     from toolkit.presets.preset import load_preset

@@ -126,7 +126,6 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
 
 
 def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:
-    """Return a command's request; with `--measured` on the run's GPU, calibrated, and the run beside its plan."""
     if options.measured is None:
         return request_of(options), None
     from toolkit.plan.measured_run import MeasuredRun  # reads run folders, which a browser cannot
@@ -194,13 +193,7 @@ def rehearse(options: RehearseOptions, as_json: JsonOutput = False) -> None:
     check_libraries(preset, runs_script=options.runs_script)
     words = with_demo_inputs(options.training_arguments, runs_script=options.runs_script)
     if not options.runs_script:
-        planned = plan_rehearsal(
-            preset,
-            **place,
-            training_argv=words,
-            cpu=on_cpu,
-            fake_tensors=options.fake_tensors,
-        )
+        planned = plan_rehearsal(preset, **place, training_argv=words, cpu=on_cpu, fake_tensors=options.fake_tensors)
     else:
         planned = plan_script_rehearsal(
             preset,

@@ -1,7 +1,5 @@
 """`toolkit presets`, `toolkit preset show` and `toolkit preset export`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

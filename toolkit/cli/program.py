@@ -1,7 +1,5 @@
 """The Typer program: every command, and what it refuses itself."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys
@@ -20,10 +18,7 @@ from toolkit.files.secrets import hide_words
 
 # click's UsageError, or that of Typer's own copy of click, which exports only this subclass of it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-# What Typer returns for a Ctrl-C.
-TYPER_INTERRUPTED = 130
-
+TYPER_INTERRUPTED = 130  # what Typer returns for a Ctrl-C
 # Another word for an option -> ours. Every command accepts both; `--help` shows ours.
 OTHER_WORDS = {"world-size": "num-processes", "output": "output-dir"}
 

@@ -117,7 +117,6 @@ def _plan(prepared: PreparedRun) -> dict[str, Any] | None:
 
 
 def _check_node(prepared: PreparedRun) -> None:
-    """Warn of more ranks than cores. Raises ToolkitError where the model states of all ranks exceed the host memory."""
     from toolkit.hardware.node import usable_memory_bytes
     from toolkit.models.read_model import read_model
     from toolkit.plan.planned_job import PlannedJob
@@ -142,7 +141,7 @@ def compare(options: CompareOptions, as_json: JsonOutput = False) -> None:
 
     After `--`: the job, at least --model_name_or_path, --dataset and --max_steps, as for `toolkit train`.
     """
-    from toolkit.compare.commands import run_comparison
+    from toolkit.compare.runner import run_comparison
     from toolkit.demo.assets import with_demo_inputs
 
     with recognising(*options.preset, *options.training_arguments[:1]):
@@ -188,7 +187,7 @@ def report(
     """
     if share:
         return _share(folders, as_json=as_json)
-    from toolkit.compare.commands import write_report_again
+    from toolkit.compare.runner import write_report_again
 
     if len(folders) > 1:
         raise ToolkitError(f"got {len(folders)} folders, expected one", hint="report each of them alone")

@@ -1,12 +1,11 @@
 """Runs inside of a SLURM job: one `srun` per run, over as many of the job's nodes as its ranks fill."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import Self
 
 from toolkit.cluster.node_setup import ADDRESS_VARIABLE
 from toolkit.errors import ToolkitError
@@ -21,16 +20,13 @@ SRUN_OPTIONS = ("--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """The nodes of the SLURM job around this process, and how many ranks a run has on each.
-
-    The launcher of a run stays on this node; it sees the files of the ranks through the shared run folder.
-    """
+    """The nodes of the SLURM job around this process, where the launcher stays, and how many ranks each has."""
 
     nodes: tuple[str, ...]  # host names; the first is the head of every run
     processes_per_node: int
 
     @classmethod
-    def current(cls, *, processes_per_node: int) -> Allocation:
+    def current(cls, *, processes_per_node: int) -> Self:
         """Read the job that this process runs in. Raises ToolkitError outside a SLURM job."""
         listed = os.environ.get("SLURM_JOB_NODELIST")  # compressed, such as `node[1-4]`
         if not listed:
@@ -62,10 +58,8 @@ class Allocation:
                 hint=f"`--num-processes {self.max_processes}`, or a job with more nodes",
             )
         if num_processes > per_node and num_processes % per_node:
-            raise ToolkitError(
-                f"--num-processes {num_processes} does not fill nodes of {per_node} ranks",
-                hint=f"a multiple of {per_node}, or another `--nproc-per-node`",
-            )
+            hint = f"a multiple of {per_node}, or another `--nproc-per-node`"
+            raise ToolkitError(f"--num-processes {num_processes} does not fill nodes of {per_node} ranks", hint=hint)
 
     def nodes_of(self, num_processes: int) -> tuple[str, ...]:
         """Return the nodes that a run with this many ranks takes."""

@@ -3,8 +3,6 @@
 Every engine turns the same `ClusterJob` into its own file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -33,8 +31,7 @@ from toolkit.record.run_files import RecordedRun, read_run
 
 # Assumed where nothing was measured: 96 GB (8B parameters and Adam's states, in fp32) at 0.8 GB/s.
 ASSUMED_SAVE_SECONDS = 120.0
-# Ranks agree on the last step through a store, and close files and process groups after the save.
-MARGIN_SECONDS = 30
+MARGIN_SECONDS = 30  # ranks agree on the last step through a store, and close files and process groups after the save
 # Connecting the ranks takes a minute on many nodes; compiling, in the first step, several.
 MIN_HANG_MINUTES, MIN_COMPILED_HANG_MINUTES = 2, 10
 
@@ -105,10 +102,7 @@ def preset_word(preset: PresetSpec) -> str:
 
 
 def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
-    """Check the job for each number of nodes. Raises ToolkitError for the first problem.
-
-    `shares_files` is true where the nodes are expected to see the files of this one: the output folder is then checked.
-    """
+    """Check the job for each number of nodes, and the output folder if it `shares_files`. Raises ToolkitError."""
     if len(options.preset) > 1:
         raise ToolkitError(
             f"several presets ({', '.join(options.preset)}) are a comparison, which needs SLURM to start its trials",
@@ -117,10 +111,8 @@ def prepare_job(options: JobOptions, *, shares_files: bool) -> ClusterJob:
     preset, argv = load_preset(options.preset[0]), [*options.training_arguments]
     check_secrets(argv)
     if preset.uses_nvme and command.NVME_PATH_VARIABLE not in options.variables:
-        raise ToolkitError(
-            f"preset {preset.name!r} offloads to a disk of each node, and none is named",
-            hint=f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`",
-        )
+        hint = f"`--env {command.NVME_PATH_VARIABLE}=/path/on/each/node`"
+        raise ToolkitError(f"preset {preset.name!r} offloads to a disk of each node, and none is named", hint=hint)
     job = Job.from_argv(argv)
     check_required(job, ("model_name_or_path", "dataset", "output_dir"))
     check_named_inputs(job)
@@ -177,7 +169,6 @@ def check_world_sizes(options: JobOptions, preset: PresetSpec, job: Job) -> None
 
 
 def _with_global_batch(options: JobOptions, preset: PresetSpec, argv: list[str], job: Job) -> tuple[list[str], Job]:
-    """Give an elastic run its global batch. Raises ToolkitError where a number of nodes cannot keep it."""
     if not options.elastic:
         return argv, job
     if job.global_batch_size is None:
@@ -209,10 +200,7 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
 
 
 def save_time(options: JobOptions, output_dir: Path, *, async_save: bool) -> SaveTime:
-    """Return the time of a save as given, the slowest that run.json of an earlier run records, or assumed.
-
-    Raises ToolkitError where `--saves-of` names a run without one.
-    """
+    """Return the time of a save: given, the slowest in run.json, or assumed. Raises ToolkitError without `saves`."""
     seconds, source = options.save_seconds, "--save-seconds"
     if seconds is None:
         path = options.saves_of or output_dir

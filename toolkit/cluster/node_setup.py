@@ -6,8 +6,6 @@ Shell assignments go to stdout: the node's address for torchrun's `--local-addr`
 Everything else goes to stderr. Every engine's job file runs this, inside the container where there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -27,8 +25,7 @@ from toolkit.job.argument_values import Range, check_range
 
 ADDRESS_VARIABLE = "TOOLKIT_NODE_ADDRESS"
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# The DNS names of a Kubernetes job's pods appear a few seconds after the pods.
-RESOLVE_SECONDS = 120.0
+RESOLVE_SECONDS = 120.0  # the DNS names of a Kubernetes job's pods appear a few seconds after the pods
 RETRY_SECONDS = 2.0
 
 
@@ -102,10 +99,8 @@ def check_port(head: str, port: int, *, attempt: str | None) -> None:
                 if attempt is not None and ("--rdzv-id", attempt) in pairwise(command):
                     return
                 what = f"is in use{process}"
-            raise ToolkitError(
-                f"port {port} of the head {head} {what}",
-                hint=f"`ss -ltnp 'sport = :{port}'` on it; end that process, or use another port",
-            ) from None
+            hint = f"`ss -ltnp 'sport = :{port}'` on it; end that process, or use another port"
+            raise ToolkitError(f"port {port} of the head {head} {what}", hint=hint) from None
 
 
 def listener_on(port: int) -> tuple[str, list[str]]:
@@ -121,10 +116,7 @@ def listener_on(port: int) -> tuple[str, list[str]]:
 
 
 def local_address(head: str, *, peer: str | None) -> str:
-    """Return the address with which this node reaches the others: the source address of its route to the head.
-
-    The head's route to itself is the loopback; there, the route to `peer` counts.
-    """
+    """Return the source address of this node's route to the head; there, of its route to `peer`."""
     return source_address(resolve(peer, seconds=0) if peer and is_this_node(head) else head)
 
 

@@ -5,8 +5,6 @@ steps: those that all trials with its number of processes have timed. The planne
 GPU's peak and the price add their columns.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
@@ -53,10 +51,7 @@ GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def unfinished_results(folder: Path, price_per_gpu_hour: float | None) -> Results | None:
-    """Return the results of a comparison that stopped, from its files alone; None for one with a result of all trials.
-
-    Raises ToolkitError for one without a finished trial.
-    """
+    """Return the results of a stopped comparison; None for a complete one. Raises ToolkitError without a trial."""
     if not (folder / SPEC_FILE).is_file():
         return None
     spec = ComparisonSpec.model_validate(read_json_object(folder / SPEC_FILE))
@@ -82,10 +77,7 @@ def build_results(
     price_per_gpu_hour: float | None = None,
     stopped_on: Environment | None = None,
 ) -> Results:
-    """Return the results of the comparison in `folder`. `unsupported`: name of a row that cannot run, to reason.
-
-    `stopped_on` is the node on which a comparison was stopped before its last trial; None for a complete one, here.
-    """
+    """Return the results in `folder`. `unsupported`: row name to reason; `stopped_on`: node of an unfinished one."""
     records = Ledger(folder / LEDGER_FILE).read()
     aggregated, trials = aggregate_trials(records, spec, unsupported)
     job = spec.own_job
@@ -132,10 +124,7 @@ def build_results(
 
 
 def at_price(results: Results, price_per_gpu_hour: float) -> Results:
-    """Return the same results with each row's cost of a million tokens without padding, at another price.
-
-    It is unknown without a speed, and on a CPU: no GPU is rented.
-    """
+    """Return the results with each row's cost of a million tokens; unknown without a speed, and on a CPU."""
     rows = []
     for row in results.rows:
         speed = row.non_padding_tokens_per_second
@@ -207,7 +196,6 @@ def aggregate_trials(
 
 
 def _row(key: RowKey, trials: Sequence[Run], steps: int) -> Row:
-    """One row of its repeats: completed if all that ran are, otherwise what its first failed repeat is."""
     failed = next((trial for trial in trials if not trial.completed), None)
     order = sorted(zip(significance.speeds_of(trials, steps), range(len(trials)), strict=True))
     middle = trials[order[(len(order) - 1) // 2][1] if steps else 0]  # of the median speed, the slower of two
@@ -268,11 +256,7 @@ def _speeds(trials: Sequence[Run], steps: int) -> dict[str, Any]:
 
 
 def _with_derived_columns(
-    row: Row,
-    trials: Sequence[Run],
-    records: Mapping[str, LedgerRecord],
-    spec: ComparisonSpec,
-    shape: ModelShape | None,
+    row: Row, trials: Sequence[Run], records: Mapping[str, LedgerRecord], spec: ComparisonSpec, shape: ModelShape | None
 ) -> Row:
     def with_plan(failure: Failure | None, planned: Mapping[str, int]) -> Failure | None:
         return failure and failure.updated(predicted_bytes=planned.get("planned_peak_bytes"))
@@ -295,7 +279,6 @@ def _with_derived_columns(
 
 
 def _numbers(spec: ComparisonSpec, row: RowKey, trials: Sequence[Run]) -> Job | TrainedProblem:
-    """Return seed and batch of a row: by its job, or as the Trainer of somebody's own script had them."""
     if not spec.script_or_module:
         return spec.job(row)
     return next((trial.problem for trial in trials if trial.key == row and trial.problem), TrainedProblem())

@@ -1,7 +1,5 @@
 """The report of a comparison, from its results alone: JSON, CSV, Markdown, HTML, and the table for the console."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -14,21 +12,18 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from toolkit.compare import tables_and_charts as tables
-from toolkit.compare.answer import answer
 from toolkit.compare.results import RESULTS_FILE, InstalledGpu, Results
 from toolkit.compare.rows import Failure, Row
-from toolkit.compare.significance import SAME_SPEED, verdict
+from toolkit.compare.significance import SAME_SPEED, answer, verdict
 from toolkit.record.columns import column_of
 from toolkit.report.rendering import one_line, render, rich_table, write_report_file
 from toolkit.units import NOT_AVAILABLE, counted, gib, number, percent, seconds
 
-# https://owasp.org/www-community/attacks/CSV_Injection
-FORMULA = ("=", "+", "-", "@")
+FORMULA = ("=", "+", "-", "@")  # https://owasp.org/www-community/attacks/CSV_Injection
 CSV_COLUMNS = tuple(key for key in Row.model_fields if column_of(Row, key).in_csv)
 # What only the ledger has: the parity check reads it.
 ONLY_IN_LEDGER = {"step_non_padding_tokens", "step_supervised_tokens", "batch_sha256"}
-# Two lines of a terminal: the complete message is in report.md.
-MESSAGE_CHARACTERS = 180
+MESSAGE_CHARACTERS = 180  # two lines of a terminal: the complete message is in report.md
 NamesAndValues = list[tuple[str, str]]
 
 
@@ -79,6 +74,7 @@ def console_table(results: Results) -> RichTable:
 
 def _content(results: Results) -> dict[str, Any]:
     rows = results.labelled_rows
+    is_scaled = any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows)
     memory = "resident memory (RSS)" if results.on_cpu else "allocated memory"
     sections = {
         "Memory of one rank": tables.row_table("memory", results),
@@ -113,7 +109,7 @@ def _content(results: Results) -> dict[str, Any]:
         ],
         "probes": tables.probes_table(results),
         "sections": {name: table for name, table in sections.items() if table and table.has_figures},
-        "scaling": tables.scaling_table(results),
+        "scaling": tables.row_table("scaling", results) if is_scaled else None,
         "trials": tables.trials_table(results) if results.shows_speeds else None,
         "method": _method(results),
         "job": _job(results),

@@ -5,8 +5,6 @@ line that is no record is an error; nothing is left out silently. A record knows
 is a trial, a probe of a per-GPU batch, or a side run that no speed counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,10 +90,8 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise ToolkitError(
-                f"{self.path} cannot be written: {error.strerror}",
-                hint=f"{record.run_folder} has the run, and `--resume` reads it from there",
-            ) from None
+            hint = f"{record.run_folder} has the run, and `--resume` reads it from there"
+            raise ToolkitError(f"{self.path} cannot be written: {error.strerror}", hint=hint) from None
 
 
 def trials_of(records: Mapping[str, LedgerRecord], row: RowKey) -> list[LedgerRecord]:
@@ -193,10 +189,7 @@ def read_run_record(
 
 
 def read_side_run(record: LedgerRecord, name: str, folder: RunFolder, kinds: Sequence[SideRunKind]) -> LedgerRecord:
-    """Return a side run's record, with its profile and its checkpoint as far as it has them.
-
-    The timeline is of the last profiled step, each rank's start relative to the earliest rank's.
-    """
+    """Return a side run's record; its timeline is of the last profiled step, from the earliest rank's start on."""
     run = run_files.read_run(folder)
     profile = run.profile or run_files.Profile()
     steps, drawn = profile.steps or (), profile.timeline or ()
@@ -205,10 +198,7 @@ def read_side_run(record: LedgerRecord, name: str, folder: RunFolder, kinds: Seq
     earliest = min((rank.start_unix for rank in drawn), default=0.0)
     ranks = tuple(
         TimelineRank(
-            rank=rank.rank,
-            start_seconds=round(rank.start_unix - earliest, 6),
-            seconds=rank.seconds,
-            lanes=rank.lanes,
+            rank=rank.rank, start_seconds=round(rank.start_unix - earliest, 6), seconds=rank.seconds, lanes=rank.lanes
         )
         for rank in drawn
     )

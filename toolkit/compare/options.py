@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from toolkit.errors import MAX_SHOWN, ToolkitError, shown
 from toolkit.flags import (
@@ -46,53 +46,49 @@ class CompareOptions(ScriptOptions):
     """Everything that `toolkit compare` is given. Raises ToolkitError for values that make no comparison."""
 
     preset: PresetNames = ()
-    output_dir: Annotated[Path, typer.Option(help="folder of the comparison: run folders, ledger and report")]
+    output_dir: Annotated[Path, Option(help="folder of the comparison: run folders, ledger and report")]
     num_processes: Annotated[
         tuple[str, ...],
-        typer.Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
+        Option(help=f"{PROCESSES_HELP}; `1,2,4` compares several world sizes; {DEFAULT_PROCESSES_HELP}"),
     ] = ()
     ranks_per_gpu: RanksPerGpu = 1
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
+        int | None, Option(help="inside a SLURM job: start trials with srun, this many processes on each node")
     ] = None
     training_arguments: TrainingArguments = ()
-    stop_after_steps: Annotated[
-        int | None,
-        typer.Option(help="with --script: stop each trial after this many steps"),
-    ] = None
+    stop_after_steps: Annotated[int | None, Option(help="with --script: stop each trial after this many steps")] = None
     variant: Annotated[
-        tuple[str, ...], typer.Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
+        tuple[str, ...], Option(help='a preset under another name, repeatable: "NAME=PRESET --argument value"')
     ] = ()
-    repeats: Annotated[int, typer.Option(help="trials of each row, interleaved; one gives no confidence interval")] = 3
-    order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="resume the comparison where it stopped")] = False
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="with --resume: run failed trials again")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command of every trial; start nothing")] = False
-    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial that no speed counts")] = 2
+    repeats: Annotated[int, Option(help="trials of each row, interleaved; one gives no confidence interval")] = 3
+    order_seed: Annotated[int, Option(help="random seed of the order of trials")] = 0
+    resume: Annotated[bool, Option("--resume", help="resume the comparison where it stopped")] = False
+    retry_failed: Annotated[bool, Option("--retry-failed", help="with --resume: run failed trials again")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="print the command of every trial; start nothing")] = False
+    untimed_steps: Annotated[int, Option(help="first steps of each trial that no speed counts")] = 2
     target_interval: Annotated[
         float | None,
-        typer.Option(
+        Option(
             help="stop a trial once its median step is known to this fraction; default 0.01 on GPUs, 0.03 on a CPU or"
             " with offload; 0: never"
         ),
     ] = None
-    trial_minutes: Annotated[float | None, typer.Option(help="stop training after this long, as completed")] = None
-    trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
-    baseline: Annotated[str | None, typer.Option(help="preset that ratios refer to; default ddp, or the first")] = None
+    trial_minutes: Annotated[float | None, Option(help="stop training after this long, as completed")] = None
+    trial_timeout_minutes: Annotated[float, Option(help="stop a trial as timed_out after this long")] = 120
+    baseline: Annotated[str | None, Option(help="preset that ratios refer to; default ddp, or the first")] = None
     scaling: Annotated[
         str | None,
-        typer.Option(help="across world sizes: strong (same global batch) or weak (same batch per GPU, the default)"),
+        Option(help="across world sizes: strong (same global batch) or weak (same batch per GPU, the default)"),
     ] = None
-    gpu: Annotated[str | None, typer.Option(help="with --dry-run: predict for this GPU, for example h100")] = None
+    gpu: Annotated[str | None, Option(help="with --dry-run: predict for this GPU, for example h100")] = None
     find_max_batch: Annotated[
-        int | None,
-        typer.Option(help="find each row's largest per-GPU batch up to this, and compare rows at theirs"),
+        int | None, Option(help="find each row's largest per-GPU batch up to this, and compare rows at theirs")
     ] = None
     profile: Annotated[
-        bool, typer.Option("--profile", help="profile each row in one more run: communication, and a timeline")
+        bool, Option("--profile", help="profile each row in one more run: communication, and a timeline")
     ] = False
     measure_save: Annotated[
-        bool, typer.Option("--measure-save", help="save a checkpoint of each row in one more run: seconds and bytes")
+        bool, Option("--measure-save", help="save a checkpoint of each row in one more run: seconds and bytes")
     ] = False
     price_per_gpu_hour: PricePerGpuHour = None
     cpu: CpuFlag = None
@@ -132,7 +128,6 @@ class CompareOptions(ScriptOptions):
             )
 
     def _check_script(self) -> None:
-        """Raise ToolkitError for options that need a script whose arguments are known, or that only another one has."""
         if not self.runs_script:
             if self.stop_after_steps is not None:
                 instead = f"our script has `-- --max_steps {self.stop_after_steps}`"
@@ -156,10 +151,8 @@ class CompareOptions(ScriptOptions):
     def world_sizes(self) -> tuple[int, ...]:
         """`num_processes` as numbers, each once, in the given order; by default all visible GPUs, two on a CPU."""
         if not self.num_processes and self.nproc_per_node is not None:
-            raise ToolkitError(
-                "--nproc-per-node needs --num-processes: the processes of all nodes together",
-                hint=f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two",
-            )
+            hint = f"`--num-processes {self.nproc_per_node},{2 * self.nproc_per_node}` compares one node with two"
+            raise ToolkitError("--nproc-per-node needs --num-processes: the processes of all nodes together", hint=hint)
         if not self.num_processes:
             return (self.ranks_per_gpu * default_num_processes(on_cpu=self.on_cpu),)
         words = [word.strip() for word in ",".join(self.num_processes).split(",")]
@@ -183,7 +176,5 @@ class CompareOptions(ScriptOptions):
 def check_timed_steps(option: str, steps: int, *, untimed_steps: int) -> None:
     """Raise ToolkitError where all steps of a trial, as an option limits them, are untimed."""
     if 0 < steps <= untimed_steps:
-        raise ToolkitError(
-            f"{option} {steps} leaves no timed step after {untimed_steps} untimed ones",
-            hint=f"`{option} {untimed_steps + 8}` or more",
-        )
+        hint = f"`{option} {untimed_steps + 8}` or more"
+        raise ToolkitError(f"{option} {steps} leaves no timed step after {untimed_steps} untimed ones", hint=hint)

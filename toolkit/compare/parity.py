@@ -10,8 +10,6 @@ gradient norm, and the loss of every step, against the band of the baseline's ow
 repeats does.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +68,7 @@ LOSS_CURVE_FLOOR = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 CURVE_STEPS = 30
 # Three repeats span about two standard deviations; one more trial of the same problem lies within three such spans.
 BAND_SPANS = 3
-# The first timed step over the median of the others, from which on it belongs to the untimed steps.
-SLOW_FIRST_STEP = 2
+SLOW_FIRST_STEP = 2  # the first timed step over the median of the others, from which on it belongs to the untimed steps
 MIN_STEPS_TO_JUDGE_FIRST = 4
 
 
@@ -120,12 +117,7 @@ def check_parity(
 
 
 def _differences(
-    trial: Run,
-    baseline: Sequence[Run],
-    fewest: Sequence[Run],
-    spec: ComparisonSpec,
-    *,
-    by_design: bool,
+    trial: Run, baseline: Sequence[Run], fewest: Sequence[Run], spec: ComparisonSpec, *, by_design: bool
 ) -> Iterator[str | None]:
     """One message per check, None where the trial passes it.
 
@@ -169,10 +161,7 @@ def _same_sequences(spec: ComparisonSpec, row: RowKey, other: RowKey) -> bool:
 
 
 def preset_difference(trial: Run, expected: Mapping[str, Any], *, optimizer: str) -> str | None:
-    """Return the first fact that is not what the trial's preset, its command and the numerics contract specify.
-
-    The states of an optimizer other than fp32 AdamW are the run's own verification to check.
-    """
+    """Return the first fact that preset, command and numerics contract (fp32 AdamW) specify otherwise."""
     facts = _problem_of(trial)
     if facts.ranks != trial.world_size:
         return f"{facts.ranks} ranks attested, expected {trial.world_size}"
@@ -269,7 +258,6 @@ def _problem_of(trial: Run) -> TrainedProblem:
 
 
 def _shown(value: Any) -> str:
-    """A digest by its first digits; values that ranks do not share, rank by rank."""
     if isinstance(value, list):
         return f"{', '.join(map(_shown, value))} by rank"
     return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)

@@ -4,8 +4,6 @@ The memory is the planner's. The duration comes from trials in the ledger, else 
 none is known before a first trial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -58,10 +56,7 @@ def read_shape(job: Job | None) -> ModelShape | None:
 def planned_memory(
     spec: ComparisonSpec, row: RowKey, *, shape: ModelShape | None, gpu: Gpu | None = None
 ) -> MemoryPlan | None:
-    """Return the row's plan, for sequences of full length; None without a shape, or for what is not planned.
-
-    It is of a `gpu` that a dry run names, or of those of this node.
-    """
+    """Return a row's plan for sequences of full length, on `gpu` or this node's; None if nothing is planned."""
     if shape is None:
         return None
     with contextlib.suppress(ToolkitError):
@@ -96,11 +91,7 @@ def expected_duration(
     shape: ModelShape | None = None,
     gpu: Gpu | None = None,
 ) -> ExpectedDuration | None:
-    """Return the seconds of one trial of the row, lowest and highest; None if nothing is known.
-
-    The row's own trials in the ledger come first, then the planner's step time, then the trials of other rows. Probes
-    and side runs count for nothing: they have few steps.
-    """
+    """Return a trial's seconds: by the row's own trials, by the plan, or by others' trials; None if unknown."""
     trials = [record for record in records.values() if record.kind == "trial" and record.completed]
     own, others = (
         [trial.wall_seconds for trial in trials if trial.wall_seconds and (trial.key == row) is is_own]
@@ -227,7 +218,6 @@ def _reason_to_skip(trial: Trial, records: Mapping[str, LedgerRecord], unsupport
 
 
 def _total(durations: Sequence[tuple[int, Sequence[Any] | None]], price_per_gpu_hour: float | None) -> str:
-    """The time of trials, and its cost, by the processes and the seconds (lowest, highest) of each."""
     ends = [(size, *span[:2]) for size, span in durations if span is not None]
     if len(ends) < len(durations):
         return NOT_AVAILABLE + ("" if price_per_gpu_hour is None else f", at {NOT_AVAILABLE}")

@@ -1,10 +1,8 @@
 """`results.json` as a type: one job, the machine, rows and trials. Reports are made from it alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -183,7 +181,7 @@ class Results(Model):
         """False for ranks that share GPUs, and for single runs on a CPU: no interval says how their speeds vary."""
         return self.method.ranks_per_gpu == 1 and (not self.on_cpu or self.method.repeats > 1)
 
-    def as_reported(self) -> Results:
+    def as_reported(self) -> Self:
         """Return the results as reports show them."""
         if self.shows_speeds:
             return self
@@ -218,7 +216,6 @@ def results_file(path: str | Path) -> Path:
     given = user_path(path)
     file = given / RESULTS_FILE if given.is_dir() else given
     if not file.exists():
-        raise ToolkitError(
-            f"no such file: {file}", hint=f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
-        )
+        hint = f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        raise ToolkitError(f"no such file: {file}", hint=hint)
     return file

@@ -6,8 +6,6 @@
 Sizes are integers in bytes and belong to one rank, the largest. An unknown is None.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -34,15 +32,13 @@ from toolkit.record.measurements import Figures, Measurements
 from toolkit.units import GIB_UNIT, fixed, interval, number, percent, speed
 
 RowStatus = Literal[status.RunStatus, "not_supported"]
-NOT_SUPPORTED: Literal["not_supported"] = "not_supported"
-"""Status of a row that cannot run on this node; no run has it."""
+NOT_SUPPORTED: Literal["not_supported"] = "not_supported"  # status of a row that cannot run on this node; no run has it
 Parity = Literal["reference", "agrees", "parity failed"]
 PARITY_FAILED: Parity = "parity failed"
 # Keys of the parts, each of the rank that holds most of it.
 MODEL_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 Difference = Literal["reference", "faster", "slower", "no difference seen"]
-Shareable = Annotated[str, AfterValidator(shareable)]
-"""Paths in it are relative to the working directory, or to `~`."""
+Shareable = Annotated[str, AfterValidator(shareable)]  # paths in it are relative to the working directory, or to `~`
 Fact = bool | int | float | str | list[Any] | None
 """A value that all ranks share, or the list of theirs where they differ."""
 
@@ -177,8 +173,7 @@ class TrainedProblem(BaseModel):
     learning_rate: Fact = None
     seed: Fact = None
     max_steps: Fact = None
-    ranks: Count = 0
-    """Ranks that attested."""
+    ranks: Count = 0  # ranks that attested
     expected_masters: str | None = None
     """Dtype of the master weights that the preset specifies, where it departs from the numerics contract."""
 

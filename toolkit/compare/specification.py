@@ -11,8 +11,6 @@ A variant is a preset under another name, with training arguments that it alone 
 ('ddp_bf16', 'ddp', ('--ddp_comm_hook', 'bf16'))
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -61,10 +59,8 @@ class ExpectedStrategy(BaseModel):
 
     engine: str
     sharding: str
-    quantises: bool
-    """True if the preset quantizes what it communicates."""
-    parallel: tuple[str, ...] = ()
-    """Dimensions of parallelism; empty for data parallelism alone."""
+    quantises: bool  # True if the preset quantizes what it communicates
+    parallel: tuple[str, ...] = ()  # dimensions of parallelism; empty for data parallelism alone
     sharded_at_load: bool = False
 
     @classmethod
@@ -81,38 +77,28 @@ class ComparisonSpec(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[1] = 1
-    presets: Annotated[tuple[str, ...], MinLen(1)]
-    """Names of the presets, then of the variants."""
-    preset_files: dict[str, dict[str, str]]
-    """Name to the text of each file of its preset."""
-    expected: dict[str, ExpectedStrategy]
-    """Name to what its trials must report."""
-    preset_sources: dict[str, str]
-    """Name to what `load_preset` takes."""
-    extra_arguments: dict[str, tuple[str, ...]]
-    """Name of a variant to the training arguments that it alone has."""
+    presets: Annotated[tuple[str, ...], MinLen(1)]  # names of the presets, then of the variants
+    preset_files: dict[str, dict[str, str]]  # name to the text of each file of its preset
+    expected: dict[str, ExpectedStrategy]  # name to what its trials must report
+    preset_sources: dict[str, str]  # name to what `load_preset` takes
+    extra_arguments: dict[str, tuple[str, ...]]  # name of a variant to the training arguments that it alone has
     world_sizes: Annotated[tuple[PositiveCount, ...], MinLen(1)]
     training_arguments: tuple[str, ...]
     untimed_steps: Count
-    reference: str
-    """Name of the baseline."""
+    reference: str  # name of the baseline
     cpu: bool
     ranks_per_gpu: PositiveCount = 1
     processes_per_node: PositiveCount | None = None
     """Ranks on each node of a SLURM job; None where all trials run on one node, without it."""
     repeats: PositiveCount = 1
     order_seed: int = 0
-    target_interval: NonNegativeReal | None = None
-    """None runs all steps."""
+    target_interval: NonNegativeReal | None = None  # None runs all steps
     trial_minutes: NonNegativeReal | None = None
     scaling: Scaling | None = None
-    find_max_batch: PositiveCount | None = None
-    """Upper bound of the search for each row's largest per-GPU batch."""
-    script: str | None = None
-    """The script that is trained with; None for a module, and for the toolkit's own."""
+    find_max_batch: PositiveCount | None = None  # upper bound of the search for each row's largest per-GPU batch
+    script: str | None = None  # the script that is trained with; None for a module, and for the toolkit's own
     module: str | None = None
-    script_sha256: str | None = None
-    """Digest of the script's own file, so that a changed one is not resumed."""
+    script_sha256: str | None = None  # digest of the script's own file, so that a changed one is not resumed
     stop_after_steps: PositiveCount | None = None
     batches: dict[str, dict[str, PositiveCount]] = {}
     """Row name to the batch arguments that it alone has: from strong scaling, from a batch search, or because several
@@ -156,10 +142,7 @@ class ComparisonSpec(BaseModel):
         return Job() if self.script_or_module else Job.from_argv(self.own_argv(row))
 
     def own_argv(self, row: RowKey) -> list[str]:
-        """Return the user's arguments for a row, then its batch; without what the comparison sets for every trial.
-
-        Degrees of parallelism are for the presets that have the dimension; one that no preset has is refused later.
-        """
+        """Return the user's arguments for a row, with the degrees that its preset has, and then its batch."""
         if self.script_or_module:
             return [*self.training_arguments, *self.extra_arguments.get(row.preset, ())]
         known = {name for expected in self.expected.values() for name in expected.parallel}
@@ -230,11 +213,7 @@ class ComparisonSpec(BaseModel):
         engine = expected.engine if self.cpu else engine_named(expected.engine).in_effect(row.world_size)
         if layout is not None and expected.sharded_at_load and layout.data_parallel_size == 1:
             engine = "none"
-        return {
-            "engine": engine,
-            "sharding": expected.sharding,
-            "layout": None if layout is None else str(layout),
-        }
+        return {"engine": engine, "sharding": expected.sharding, "layout": None if layout is None else str(layout)}
 
     def with_batches(self, batches: Mapping[str, dict[str, int]]) -> Self:
         """Return the same comparison with other batch arguments by row name."""
@@ -249,17 +228,13 @@ class ComparisonSpec(BaseModel):
 
 
 def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tuple[str, ...]]:
-    """Return the name, the preset and the arguments of `NAME=PRESET --argument value`, as typed after `--variant`.
-
-    Arguments of somebody's own script are not checked.
-    """
+    """Return name, preset and arguments of `NAME=PRESET --argument value`; a script's arguments are not checked."""
     name, equals, rest = text.partition("=")
     try:
         source, *extra = shlex.split(rest) or [""]
     except ValueError as error:  # an unclosed quotation, or a backslash at the end
-        raise ToolkitError(
-            f"--variant {shown(text)}: {str(error).lower()}", hint='`--variant "NAME=PRESET --argument value"`'
-        ) from None
+        hint = '`--variant "NAME=PRESET --argument value"`'
+        raise ToolkitError(f"--variant {shown(text)}: {str(error).lower()}", hint=hint) from None
     if not equals or not source or not VARIANT_NAME.fullmatch(name):
         raise ToolkitError(
             f"--variant {shown(text)}, expected a name of letters, digits and _, `=`, a preset, and training arguments",
@@ -271,7 +246,6 @@ def parse_variant(text: str, *, runs_script: bool = False) -> tuple[str, str, tu
 
 
 def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, tuple[str, ...]]]:
-    """Each preset and variant by name: its preset, what `load_preset` takes, and the arguments that it alone has."""
     loaded: dict[str, tuple[PresetSpec, str, tuple[str, ...]]] = {}
     variants = [parse_variant(text, runs_script=options.runs_script) for text in options.variant]
     for name, source, words in [*(("", name, ()) for name in options.preset), *variants]:
@@ -280,10 +254,8 @@ def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, t
             source = str(preset.accelerate_config_path)
         name = name or preset.name
         if name in loaded:
-            raise ToolkitError(
-                f"--preset {name} is given twice",
-                hint=f"name each preset once; `--variant again={name}` is the same under another name",
-            )
+            hint = f"name each preset once; `--variant again={name}` is the same under another name"
+            raise ToolkitError(f"--preset {name} is given twice", hint=hint)
         loaded[name] = preset, source, words
     if not loaded:
         raise ToolkitError("nothing to compare", hint="`--preset NAME`, once for each; see `toolkit presets`")
@@ -291,11 +263,7 @@ def _load_presets(options: CompareOptions) -> dict[str, tuple[PresetSpec, str, t
 
 
 def make_specification(options: CompareOptions) -> ComparisonSpec:
-    """Return the comparison that the options describe.
-
-    Raises ToolkitError for no preset, a repeated name, an unknown baseline, an impossible batch, too many trials, and a
-    script that is not there.
-    """
+    """Return the comparison that the options describe. Raises ToolkitError for options that make none."""
     trials = (len(options.preset) + len(options.variant)) * len(options.world_sizes) * options.repeats
     if trials > MAX_TRIALS:
         raise ToolkitError(
@@ -364,27 +332,23 @@ def _scaling(options: CompareOptions, job: Job) -> Scaling | None:
     fixed = job.global_batch_size is not None
     for option, is_set in {"find-max-batch": options.find_max_batch, "scaling weak": options.scaling == "weak"}.items():
         if fixed and is_set:
-            raise ToolkitError(
-                f"--{option} does not go with --global_batch_size, which every row keeps", hint="leave one of them out"
-            )
+            hint = "leave one of them out"
+            raise ToolkitError(f"--{option} does not go with --global_batch_size, which every row keeps", hint=hint)
     if len(options.world_sizes) == 1:
         return None
     return "strong" if fixed or options.scaling == "strong" else "weak"
 
 
 def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None:
-    """Write the specification into a new folder, or check the one that is resumed, with any repeats.
-
-    Raises ToolkitError for a folder that holds a comparison without `resume`, that holds another comparison, or that
-    cannot be written.
-    """
+    """Write a new specification, or check the one that is resumed. Raises ToolkitError for any other folder."""
     wanted, file = spec.as_json(), folder / SPEC_FILE
     present = read_json_object(file) if file.exists() else None
     if present is None:
         try:
             write_json(file, wanted)
         except OSError as error:
-            raise ToolkitError(f"--output-dir {folder} cannot be written: {error.strerror}") from None
+            why = f"--output-dir {folder} cannot be written: {error.strerror}"
+            raise ToolkitError(why, hint="name a folder that you can write to") from None
     elif not resume:
         raise ToolkitError(f"{folder} already holds a comparison", hint="add `--resume`, or name another folder")
     else:
@@ -394,10 +358,8 @@ def open_comparison(folder: Path, spec: ComparisonSpec, *, resume: bool) -> None
                 continue
             option, before, now = key.replace("_", "-"), *(shown(value, limit=120) for value in (then, now))
             is_option = key in CompareOptions.__dataclass_fields__ and isinstance(then, int | float | str)
-            raise ToolkitError(
-                f"{folder} holds another comparison: its {key} is {before}, now {now}",
-                hint=f"`--{option} {then}` resumes it; or " * is_option + "name another folder: `--output-dir DIR`",
-            )
+            hint = f"`--{option} {then}` resumes it; or " * is_option + "name another folder: `--output-dir DIR`"
+            raise ToolkitError(f"{folder} holds another comparison: its {key} is {before}, now {now}", hint=hint)
         write_json(file, wanted)
 
 

@@ -1,7 +1,5 @@
 """The tables and charts of a report. A table lists its columns; headings and formats are those that fields declare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -18,8 +16,7 @@ from toolkit.report.rendering import UNKNOWN, Cell, Heading, Table, number_cell,
 from toolkit.units import GIB_UNIT, NOT_AVAILABLE, ByteUnit, byte_unit, fixed, interval, number, percent, speed
 
 TableName = Literal["comparison", "memory", "speed", "efficiency", "overhead", "scaling", "trials"]
-# A longer name would make the heading of the ratio wider than its figures.
-LONGEST_SHORT_NAME = 6
+LONGEST_SHORT_NAME = 6  # a longer name would make the heading of the ratio wider than its figures
 # Columns that are computed when a table is made; `peak` is of host memory on a CPU, of the allocator on GPUs.
 COMPUTED = {
     "model_state_bytes": Column("model\nstates\n{unit}"),
@@ -33,7 +30,6 @@ IN_COMPARISON = {
     "peak_allocated_bytes": Column("peak\nalloc.\n{unit}"),
     "ratio_to_reference": Column("ratio\nto {short_baseline}", fixed(2)),
 }
-
 # Headings of columns that hold words.
 WORDS = ("preset", "trial", "status", "parity", "in phase", "row", "verdict", "kernels")
 # Keys in the order of the table's columns.
@@ -55,8 +51,7 @@ COLUMNS: dict[TableName, str] = {
 }
 # Names of the model states in legends, in the order of their colors.
 PARTS = dict(zip(("parameters", "gradients", "optimizer"), MODEL_STATES, strict=True))
-# Losses that differ by less than this share of a chart's height are one line.
-SAME_LINE = 0.005
+SAME_LINE = 0.005  # losses that differ by less than this share of a chart's height are one line
 # An interval is drawn up to this many times the largest figure: that of two repeats can be ten times as long.
 LONGEST_INTERVAL = 1.5
 # Two lanes in the row of a rank: compute and waiting for data above, communication below.
@@ -71,10 +66,7 @@ def results_unit(results: Results) -> ByteUnit:
 
 
 def row_table(name: TableName, results: Results, *, narrow: bool = False) -> Table:
-    """Return the figures of each row that completed, without columns that no row has; `narrow` for a terminal.
-
-    The status is a column only where it is not `completed` everywhere.
-    """
+    """Return the figures of completed rows, without columns that no row has; `narrow` for a terminal."""
     unit, baseline = results_unit(results), one_line(results.reference)
     columns: dict[str, Column] = {}
     for listed in COLUMNS[name].split():
@@ -132,12 +124,6 @@ def _value(results: Results, row: Row, key: str) -> object:
     baseline = results.baseline(row.world_size)
     of_baseline = baseline.model_state_bytes if baseline else None
     return None if row.model_state_bytes is None or not of_baseline else row.model_state_bytes / of_baseline
-
-
-def scaling_table(results: Results) -> Table | None:
-    """Return the speed-up of each preset by number of processes; None with a single number of processes."""
-    is_scaled = any(row.scaling_efficiency is not None and row.speed_up != 1 for row in results.rows)
-    return row_table("scaling", results) if is_scaled else None
 
 
 def trials_table(results: Results) -> Table | None:
@@ -273,7 +259,6 @@ def losses_chart(results: Results) -> charts.LineChart | None:
 
 
 def _loss_differences(row: Row, other: Row) -> tuple[float, float]:
-    """The largest difference of two curves, and the largest relative one; infinite where one of them lacks a step."""
     pairs = list(zip_longest(row.losses, other.losses))
     differences = [(abs(a - b), abs(a - b) / (abs(b) or 1.0)) for a, b in pairs if a is not None and b is not None]
     if not pairs or len(differences) < len(pairs):

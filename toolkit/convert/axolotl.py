@@ -56,6 +56,8 @@ def _take_method(draft: Draft, file: Path) -> None:
     if draft.get("lora_r") is None:
         raise ToolkitError(f"{file}: adapter {adapter!r} without lora_r", hint="add `lora_r: 16`")
     draft.assign("lora_r", draft.get("lora_r"), "lora_r", "adapter")
+    if adapter == "lora" and draft.is_on("load_in_4bit"):  # loaders/model.py
+        draft.leave_out("load_in_4bit", reason="nothing is quantized: axolotl does so under `adapter: qlora` alone")
     if draft.is_on("lora_target_linear"):
         draft.assign("lora_target_modules", ["all-linear"], "lora_target_linear")
         reason = "lora_target_linear names all linear layers already"

@@ -25,6 +25,7 @@ MODULES = {
     **{"LLaMA-Factory": "llamafactory.launcher --", "ms-swift": "swift.cli.sft -- --config"},
 }
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
+COMMON_COMMANDS = ("grpo", "dpo", "kto", "reward")  # of those that have the same settings
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
 AT_MOST = 60  # characters of a value in a comment
@@ -36,6 +37,10 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
     Raises ToolkitError for a file that cannot be read or recognised, and for training that has no counterpart.
     """
     tool, values = read_settings(path, tool)
+    commands = program_schema(tool).commands_of(values)
+    if commands and "sft" not in commands:
+        command = next((each for each in COMMON_COMMANDS if each in commands), commands[0])
+        raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=trl.WITH_ITS_TRAINER)
     return convert_settings(tool, values, path)
 
 

@@ -30,22 +30,6 @@ _DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-
 DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 PYTHON = "python"
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
-_LAUNCHERS = {
-    "torchrun": re.compile(r"\btorchrun(?![\w.-])|-m[ \t]+torch\.distributed\.(?:run|launch)\b"),
-    "accelerate": re.compile(
-        r"\baccelerate[ \t]+launch\b|\baccelerate-launch\b|-m[ \t]+accelerate\.commands\.launch\b"
-    ),
-    "deepspeed": re.compile(r"(?:(?<=/bin/)|(?<![\w./-]))deepspeed(?=[ \t]+(?:-|\\|\"?\$|\S+\.py))"),
-    "trl": re.compile(r"(?<![\w./-])trl(?=[ \t]+(?:sft|dpo|kto|grpo|rloo|reward)\b)"),
-    "axolotl": re.compile(r"(?<![\w./-])axolotl(?=[ \t]+train\b)"),
-    "llamafactory-cli": re.compile(
-        r"(?<![\w.-])(?:llamafactory-cli|lmf)(?=[\"']?[ \t]+(?:train|chat|webchat|api|export)\b)"
-    ),
-    "swift": re.compile(r"(?<![\w./-])swift(?=[ \t]+(?:sft|pt|rlhf)\b)"),
-    "verl": re.compile(r"-m[ \t]+verl\.trainer\.(?=main_ppo\b)"),
-    "openrlhf": re.compile(r"-m[ \t]+openrlhf\.cli\.(?=train_\w)"),
-    PYTHON: re.compile(r"(?<![\w.-])python3?(?:\.\d+)?(?=[ \t]+(?:-u[ \t]+)?(?:[^\s-]\S*\.py\b|-m[ \t]+\w))"),
-}
 PROGRAMS = ("trl", "axolotl", "llamafactory-cli", "swift", "verl", "openrlhf")  # launchers that train themselves
 _NOT_STARTED = re.compile(
     r"^\s*(?:echo|printf|pip3?|conda|which|type|pkill|pgrep|killall|grep|sed|awk|\$\{?SED)\b|\bcommand\s+-v\s+\S*$"
@@ -91,6 +75,9 @@ _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 def launcher_tables() -> Mapping[str, Any]:
     """Return the options of launchers and the variables that libraries read, as `tables/launchers.yaml` lists them."""
     return dict(yaml.safe_load((Path(__file__).parent / "tables" / "launchers.yaml").read_text(encoding="utf-8")))
+
+
+_LAUNCHERS = {tool: re.compile(pattern) for tool, pattern in launcher_tables()["launchers"].items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,15 +266,18 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         word, _, is_open = words[index]
         name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
         name = launcher_tables()["short"].get(tool, {}).get(name, name)
+        own = (
+            f"{name}-" if tool == "deepspeed" and "-" in word.lstrip("-").partition("=")[0] else name
+        )  # which it lacks
         if not word.startswith("-"):
             if not (is_open and _MANY_WORDS.search(word)):
                 break
             complete = False
         elif equals or name in flags or index + 1 == len(words) or words[index + 1][0].startswith("--"):
-            options[name] = word.partition("=")[2] if equals else None
+            options[own] = word.partition("=")[2] if equals else None
         else:
             index += 1
-            options[name] = words[index][0]
+            options[own] = words[index][0]
         index += 1
     script, index = (words[index][0], index + 1) if index < len(words) else (None, index)
     arguments: dict[str, tuple[Any, int]] = {}

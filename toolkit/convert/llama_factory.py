@@ -46,9 +46,12 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     reason = "no adapter is trained: finetuning_type is full"
     draft.leave_out("lora_rank", "lora_target", "additional_target", reason=reason, has_effect=False)
     bits, kind = draft.get("quantization_bit"), str(draft.get("quantization_method", "bnb")).lower()
-    if bits == 4 and kind in ("bnb", "bitsandbytes") and draft.get("quantization_type", "nf4") == "nf4":
+    if bits == 4 and kind == "bnb" and draft.get("quantization_type", "nf4") == "nf4":
         draft.assign("load_in_4bit", True, "quantization_bit")
         draft.drop("quantization_method", "quantization_type")
+    if kind == "bitsandbytes":  # model/model_utils/quantization.py: a file's word is compared as it is
+        reason = "nothing is quantized: LLaMA-Factory 0.9.3 and newer want `quantization_method: bnb`"
+        draft.leave_out("quantization_bit", "quantization_method", "quantization_type", reason=reason)
     draft.leave_out("quantization_bit", reason=dialect.reason("quantization_bit"))
     _take_packing(draft)
     for key in ("dataset", "eval_dataset"):

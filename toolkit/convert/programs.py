@@ -61,6 +61,10 @@ def is_alike(name: str, other: str) -> bool:
     )
 
 
+# Of LLaMA-Factory's format with `model`; beside `model_name_or_path` it is a script's own.
+NEXT_TO_MODEL = frozenset(["train_dataset"])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramSchema:
     """The settings of one version of a program; tables/programs.yaml says what each field is."""
@@ -131,6 +135,8 @@ class ProgramSchema:
 
     def may_read(self, keys: frozenset[str]) -> bool:
         """Return True for a file with a marker of the program and most of its settings, or in another format of it."""
+        if "model_name_or_path" in keys:
+            keys -= NEXT_TO_MODEL
         if self.model not in (None, *keys) or keys.isdisjoint(self.markers):
             return False
         # A script's own file has one of them by chance: `base_model`, `stage`.

@@ -15,6 +15,7 @@ from toolkit.files.paths import find_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
+WITH_ITS_TRAINER = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
 
 
 def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any]:
@@ -44,8 +45,7 @@ def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[s
     if call.tool == "trl":
         method = script.removeprefix("trl ")
         if method not in methods:
-            hint = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
-            raise ToolkitError(f"{path} is for `{script}`, not supervised fine-tuning", hint=hint)
+            raise ToolkitError(f"{path} is for `{script}`, not supervised fine-tuning", hint=WITH_ITS_TRAINER)
     else:
         name = Path(script).name
         method = name.removesuffix(".py").removeprefix("trl.scripts.")

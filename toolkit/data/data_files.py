@@ -6,8 +6,6 @@
 JSON lists, JSONL, CSV and Parquet are all streamed, so checking the first 32 MiB costs the same for any file size.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import csv
@@ -82,16 +80,12 @@ def resolve_sources(
         key = source.name if source.path is None else str(source.path.resolve())
         if key in seen:
             other = f", also as {source.name}" if source.name != seen[key] else ""
-            raise ToolkitError(
-                f"--{option} names {seen[key]} twice{other}",
-                hint="name it once; `--dataset_weights` repeats the rows of a data set",
-            )
+            what = f"--{option} names {seen[key]} twice{other}"
+            raise ToolkitError(what, hint="name it once; `--dataset_weights` repeats the rows of a data set")
         seen[key] = source.name
     if config is not None and all(source.kind == "file" for source in sources):
-        raise ToolkitError(
-            f"--{option}_config {config[:80]}: {names[0]} is a file, and only a hub data set has configurations",
-            hint=f"leave `--{option}_config` out",
-        )
+        what = f"--{option}_config {config[:80]}: {names[0]} is a file, and only a hub data set has configurations"
+        raise ToolkitError(what, hint=f"leave `--{option}_config` out")
     return [_with_config(source, config, option) if source.kind == "hub" else source for source in sources]
 
 
@@ -113,7 +107,6 @@ def config_error(name: str, config: str | None, known: Sequence[str], *, option:
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
-    """Configurations in the README.md of a copied hub data set; empty if it names none."""
     card = folder / DATASET_CARD
     try:
         header = re.match(r"---\n(.*?)\n---", read_text(card, max_bytes=MAX_CARD_BYTES), re.DOTALL)

@@ -7,8 +7,6 @@
 A key whose value is None counts as missing, because Arrow adds such keys to rows that lack them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex
@@ -55,8 +53,7 @@ class Sample:
     """One row of any format: exactly one of `messages`, `prompt` (with `completion`) and `text` is set."""
 
     messages: list[Message] | None = None
-    first_supervised_message: int = 0
-    """Assistant turns before this index are context: the prompt of a prompt/completion row."""
+    first_supervised_message: int = 0  # assistant turns before it are context: the prompt of a row
     tools: list[dict[str, Any]] | None = None
     prompt: str | None = None
     completion: str | None = None
@@ -116,8 +113,10 @@ def check_row(row: Row, data_format: str, columns: Columns = NO_COLUMNS) -> None
     for field in REQUIRED_FIELDS[data_format]:
         if field not in present:
             expected = " + ".join(REQUIRED_FIELDS[data_format])
+            is_null = field in row and field not in columns  # a column that is missing is None too
+            problem = f"{labels[field]} is null" if is_null else f"no field {labels[field]}"
             raise ToolkitError(
-                f"no field {labels[field]}; fields found: {field_names(present)}",
+                f"{problem}; fields found: {field_names(present)}",
                 hint=f"the first row has the {data_format} format: {expected}; every row needs these fields",
             )
     fields = {name: value for name, value in format_fields(present, data_format).items() if name != "tools"}

@@ -1,7 +1,5 @@
 """Read text files of rows: lines, and one long JSON list element by element. A syntax error has a row and a line."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -79,10 +77,8 @@ class JsonList:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.text = ""
-        self.position = 0
-        """Index in `text` of the next character to decode."""
-        self.line = 1
-        """The line of that character."""
+        self.position = 0  # index in `text` of the next character to decode
+        self.line = 1  # the line of that character
         self.chars_dropped = 0
 
     def rows(self) -> Iterator[ReadValue]:

@@ -4,8 +4,6 @@ python -m toolkit.demo --model            # folder of the default model
 python -m toolkit.demo --num-processes    # number of GPUs, at least 2
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -8,8 +8,6 @@ downloaded and unpacked, never installed: installing it would build llama.cpp. T
 by Zaragoza AB (CC BY 4.0).
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Compare the configuration files of a git commit with those of the working tree."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import math
@@ -34,8 +32,7 @@ class FileChange:
     """One changed file: what is new in it, and what its job takes."""
 
     file: str
-    status: str
-    """`added`, `changed` or `removed`."""
+    status: str  # `added`, `changed` or `removed`
     new: list[Finding]
     gone: list[Finding]
     before: PlanRow | None = None
@@ -102,6 +99,9 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
             if before is None and now is None:
                 continue
             was, here = ({_key(each): each for each in found or ()} for found in (before, now))
+            # What a file that this one names has by itself is old, or that file's own change.
+            others = {each.file for each in here.values()} - {name}
+            alone = {_key(each) for other in others for each in _linted(Path(other), Path()) or ()}
             plans, why = _plans(Path(name), options)
             earlier, _ = _plans(old / name, options)
             shown = min(plans.values(), key=_fastest_that_fits, default=None)
@@ -109,7 +109,7 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
                 FileChange(
                     file=name,
                     status=status[name],
-                    new=[each for key, each in here.items() if key not in was],
+                    new=[each for key, each in here.items() if key not in was and key not in alone],
                     gone=[each for key, each in was.items() if key not in here],
                     before=None if shown is None else earlier.get((shown["preset"], shown["world_size"])),
                     now=shown,
@@ -146,7 +146,6 @@ def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
 
 
 def _linted(file: Path, root: Path) -> list[Finding] | None:
-    """The findings of a file, with paths from its root; None where it is no configuration, or not there."""
     if not file.is_file():
         return None
     try:
@@ -188,10 +187,8 @@ def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["git failed"])[-1].removeprefix("fatal: ")
-        raise ToolkitError(
-            f"git {words[0]}: {why}",
-            hint="run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`",
-        )
+        hint = "run it in a repository, with a commit or branch that is there: `toolkit diff origin/main`"
+        raise ToolkitError(f"git {words[0]}: {why}", hint=hint)
     return done.stdout
 
 
@@ -203,6 +200,7 @@ def markdown(found: Sequence[FileChange]) -> str:
         lines.append(f"- **{change.file}** ({change.status}){': ' + plan if plan else ''}")
         for finding in change.new:
             place = "" if finding.line is None else f", line {finding.line}"
+            place += "" if finding.file == change.file else f" of {finding.file}"
             key = f" `{finding.key}`:" if finding.key else ""
             lines.append(f"  - {finding.level} `{finding.rule}`{place}:{key} {finding.message}. Fix: {finding.fix}")
         if change.gone:

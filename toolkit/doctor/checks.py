@@ -8,8 +8,6 @@ A check is a function named like the check; its docstring says what it looks at:
 The list in docs/how-to/doctor.md is generated from the registered checks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,8 +49,7 @@ class NodeReadings:
         self.model = model
         self.preset: PresetSpec | None = None if options.preset is None else load_preset(options.preset)
         self.rdma_ports: list[RdmaPort] = rdma_ports()
-        self.output_dir = user_path(options.output_dir or ".").absolute()
-        """Folder of the run, which may not exist yet."""
+        self.output_dir = user_path(options.output_dir or ".").absolute()  # of the run, which may not exist yet
 
     @cached_property
     def nvml(self) -> list[Nvml] | ToolkitError:
@@ -175,8 +172,7 @@ class NodeCheck:
         return outcome
 
 
-CHECKS: dict[str, NodeCheck] = {}
-"""Every check by its name, once `toolkit.doctor.examination` is imported."""
+CHECKS: dict[str, NodeCheck] = {}  # every check by its name, once `toolkit.doctor.examination` is imported
 
 
 def node_check(source: str) -> Callable[[Examine], Examine]:

@@ -4,8 +4,6 @@ Whatever cannot be read is None. No secret is in a report: variables with a toke
 set, and their values are removed wherever else they occur.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform
@@ -21,6 +19,7 @@ from toolkit._version import __version__
 from toolkit.doctor.node_packages import find_nvcc
 from toolkit.doctor.ops import has_libaio_header
 from toolkit.engines.compiled_ops import which_are_compiled
+from toolkit.files.documents import read_table
 from toolkit.files.paths import cache_folder, home_folder
 from toolkit.files.secrets import HIDDEN, hide_secrets, is_secret_name
 from toolkit.hardware.disks import disk_facts, existing_folder
@@ -33,22 +32,8 @@ from toolkit.versions import installed_version, torch_cuda_version
 
 SHARED_MEMORY = Path("/dev/shm")
 NCCL_PACKAGES = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-# What a run may import beside `LIBRARIES`.
-OTHER_PACKAGES = (
-    *("huggingface_hub", "tokenizers", "safetensors", "numpy", "pyarrow", "triton", "trl"),
-    *("bitsandbytes", "liger-kernel", "nvidia-ml-py", "flash-attn", *NCCL_PACKAGES),
-    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
-)
-# Variables that the libraries below a run read.
-PREFIXES = (
-    *("ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "TOOLKIT_", "HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_"),
-    *("CUDA_", "NVIDIA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "TP_", "OMP_", "MKL_", "UCX_", "FI_", "TRITON_"),
-    *("MASTER_", "LOCAL_", "SLURM_", "WANDB_"),
-)
-NAMES = (
-    *("RANK", "NODE_RANK", "WORLD_SIZE", "CC", "CXX", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TMPDIR"),
-    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-)
+TABLES = read_table(__file__, "tables")
+OTHER_PACKAGES, PREFIXES, NAMES = (tuple(TABLES[part].split()) for part in ("packages", "variables", "names"))
 TOKEN_VARIABLES = ("HF_TOKEN", "WANDB_API_KEY")  # reported also where they are not set
 MAX_FILE_LINES = 40
 SEVERAL_LINES = ("packages", "compilers", "disks", "variables", "files")

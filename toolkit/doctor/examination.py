@@ -1,7 +1,5 @@
 """Run the checks of a node and show what was found; compare the reports of several nodes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -15,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import gpu_checks, host_checks  # noqa: F401  (they register checks)
-from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, WARNING, NodeFinding, NodeReadings, Outcome
+from toolkit.doctor.checks import CHECKS, ERROR, LEVELS, NOTE, NodeFinding, NodeReadings, Outcome
 from toolkit.doctor.environment_report import NCCL_PACKAGES, driver_cuda_version, shown, without_secrets
 from toolkit.doctor.options import DoctorOptions
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_json_object
+from toolkit.files.documents import read_json_object, read_table
 from toolkit.hardware.disks import existing_folder, mount_of
 from toolkit.hardware.node import describe_node, library_versions
 from toolkit.presets.preset import list_presets
@@ -34,28 +32,7 @@ MAX_SKEW_SECONDS = 1.0
 # The kernel and the firmware take different shares of the same memory.
 MEMORY_TOLERANCE = 0.02
 CLOCKS = ("clock_offset_seconds", "unix_time")
-SAME_ENVIRONMENT = "the same environment on every node"
-SYNCHRONISE = "timedatectl set-ntp true   (or start chrony), on every node"
-# Fact, or the beginning of its name -> level, why, and what to do. Facts that are not listed: a note.
-RULES: dict[str, tuple[str, str, str]] = {
-    "version ": (ERROR, "ranks of other versions fail, or train something else", SAME_ENVIRONMENT),
-    "preset": (ERROR, "ranks would use other strategies", "the same checkout on every node: `git status`"),
-    "torch_cuda": (ERROR, "ranks of other builds do not communicate", SAME_ENVIRONMENT),
-    "nccl": (ERROR, "NCCL refuses, or hangs with, another version", SAME_ENVIRONMENT),
-    "gpus": (ERROR, "the smallest and slowest GPU decides for all", "nodes with the same GPUs"),
-    "driver": (WARNING, "kernels and speed may differ", "the same driver on every node: ask the provider"),
-    "vbios": (WARNING, "power and clocks may differ", "the same firmware on every node: ask the provider"),
-    "rdma": (WARNING, "the slowest network decides for all", "the check `rdma` of each node"),
-    "python": (WARNING, "pickles and libraries may differ", SAME_ENVIRONMENT),
-    "host_memory": (WARNING, "the smallest node decides what fits", "nodes of one kind"),
-    "cores": (WARNING, "the slowest data loader decides for all", "the same --cpus-per-task on every node"),
-    "clock_offset_seconds": (ERROR, "rendezvous, heartbeats and file times disagree", SYNCHRONISE),
-    "unix_time": (
-        NOTE,
-        "reports taken at different times, or clocks that differ: one cannot be told from the other",
-        "`--output-dir` on a shared network disk compares clocks with its server's; `srun` starts all at once",
-    ),
-}
+RULES: dict[str, list[str]] = read_table(__file__, "tables")["differences"]
 
 
 def node_facts(node: NodeReadings) -> NodeFacts:
@@ -233,7 +210,7 @@ def compare_facts(nodes: Mapping[str, NodeFacts]) -> list[NodeDifference]:
         values = {node: facts.get(name) for node, facts in nodes.items()}
         if not _agree(name, list(values.values())):
             rules = (rule for begin, rule in RULES.items() if name.startswith(begin))
-            level, why, fix = next(rules, (NOTE, "it may matter", "look at it"))
+            level, why, fix = next(rules, [NOTE, "it may matter", "look at it"])
             differences.append(NodeDifference(level=level, fact=name, why=why, values=values, fix=fix))
     return sorted(differences, key=lambda difference: LEVELS.index(difference.level))
 

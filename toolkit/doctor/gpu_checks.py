@@ -3,8 +3,6 @@
 One H200 has confirmed the readings; faults and NVLink are from NVML's documentation.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import combinations
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from toolkit.doctor.checks import ERROR, NOTE, OWN_CHOICE, WARNING, NodeReadings, NotMeasured, Outcome, node_check
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_table
 from toolkit.hardware.gpu_table import common_gpu
 from toolkit.hardware.gpus import Nvml
 from toolkit.hardware.system_text import entries_of, output_of
@@ -21,8 +20,7 @@ from toolkit.versions import is_importable
 XID_CATALOG = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 MEMORY_ERRORS = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html"
 DEBUG_GUIDE = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/nvidia/debug.md"
-# A limit or a rate that is lower by less than this is rounding.
-LIMIT_TOLERANCE = 0.02
+LIMIT_TOLERANCE = 0.02  # a limit or a rate that is lower by less than this is rounding
 # Arguments of NVML's functions, from nvml.h. nvidia-ml-py 13 defines NVML_P2P_CAPS_INDEX_READ as a tuple.
 UNCORRECTED, VOLATILE, AGGREGATE, SRAM, CLOCK_SM, TEMPERATURE = 1, 0, 1, 7, 1, 0
 PEER_READ, PEER_NVLINK, PEER_OK = 0, 2, 0
@@ -92,21 +90,11 @@ def gpu_recovery(node: NodeReadings, outcome: Outcome) -> None:
             outcome.add(ERROR, "the NVSwitch fabric is not initialised", value, expected, FABRIC, gpu=gpu)
 
 
-# -- Xid errors: codes, level and action by what the catalog asks for, on Ampere and newer GPUs
+# -- Xid errors
 
 LOOK_UP = (WARNING, f"look it up: {XID_CATALOG}")
-XID_ACTIONS = {
-    code: (level, action)
-    for codes, level, action in (
-        ((79,), ERROR, "reboot the node; if it returns, replace the GPU"),
-        ((46, 48, 62, 64, 95, 109, 119, 120, 140, 143, 154), ERROR, "reset the GPU: `nvidia-smi -r`, or reboot"),
-        ((74, *range(144, 151), 155), ERROR, "NVLink: reset all GPUs of the node, or reboot"),
-        ((94,), WARNING, "restart the job; if it returns on this GPU, report the GPU"),
-        ((13, 31, 69, 137), WARNING, "look for the fault in the job: `compute-sanitizer`, or CUDA_LAUNCH_BLOCKING=1"),
-        ((43, 45, 63, 92), NOTE, "nothing: the driver dealt with it"),
-    )
-    for code in codes
-}
+_XIDS = read_table(__file__, "tables")["xids"]
+XID_ACTIONS = {code: (level, action) for level, action, codes in _XIDS for code in codes}
 XID_PATTERN = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)(?:, (.*))?")
 
 

@@ -1,7 +1,5 @@
 """Checks of the host: limits of the process, cores, memory, network, disks, installed software."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

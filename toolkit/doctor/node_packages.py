@@ -6,8 +6,6 @@
 NVMe offload is reported by `toolkit.doctor.ops`, which compiles it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -7,8 +7,6 @@ DeepSpeed compiles an op at its first use inside a run, which takes about a minu
 `--async-io` adds the ops of NVMe offload; without libaio's header it prints what to install and compiles the others.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -7,8 +7,6 @@ once here, and 24 on debug information, which is left out. ninja sees the comman
 find the op up to date. Where GCC does not take a precompiled header, it reads the header itself.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

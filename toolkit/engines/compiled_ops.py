@@ -1,7 +1,5 @@
 """DeepSpeed's compiled ops in the cache folder: one copy for each environment and CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -23,8 +21,7 @@ LIBRARIES = ("torch", "deepspeed")
 # collectives between the ranks of one node, and the optimizer of every CPU-offload preset.
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 CPU_OPS = {SHARED_MEMORY_OP: "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
-# DeepSpeed's ops for NVMe offload; each name is also the name of its folder.
-ASYNC_IO_OPS = ("pin_memory", "async_io")
+ASYNC_IO_OPS = ("pin_memory", "async_io")  # DeepSpeed's ops for NVMe offload; each name is also the name of its folder
 # Instruction sets that a compiler uses with `-march=native`, by the beginning of their names on x86 and Arm.
 COMPILED_FOR = ("avx", "amx", "fma", "sse", "f16c", "bmi", "asimd", "sve", "bf16")
 ASYNC_IO_MISSING = "DeepSpeed's async_io is not compiled"

@@ -1,7 +1,5 @@
 """DDP: every rank holds the whole model, and gradients are averaged in buckets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -12,11 +12,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from toolkit.engines.planned import Collective, EngineBuffers, ModelStates, PlannedBatch
+from toolkit.files.documents import read_table
 from toolkit.models.job_weights import FP32_BYTES, JobWeights, elements_of
 from toolkit.models.optimizers import OPTIMIZERS, OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import Layer, ModelShape, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
+NO_OPTIMIZER: Mapping[str, Mapping[str, Sequence[str]]] = read_table(__file__, "no_optimizer")
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's default
 PARTS = ("parameter", "gradient", "optimizer")
 # accelerate's launcher sets one of these when its configuration file names an engine.
@@ -30,8 +32,7 @@ class Sharding(NamedTuple):
     """Elements that a rank sends and receives, in multiples of the trained model's parameters P, without the ring's
     factor (N-1)/N: as the engine communicates, which docs/concepts/ddp-zero-fsdp2.md checks against counted runs."""
     fsdp1_name: str | None
-    other_name: str | None
-    """The same in another engine."""
+    other_name: str | None  # the same in another engine
 
 
 class Engine:
@@ -39,78 +40,58 @@ class Engine:
 
     name = "none"
     shardings: Mapping[str, Sharding] = {"replicate": Sharding("0", None, None)}
-    state_bytes = (4, 4, 8)
-    """Of parameter, gradient and AdamW's states, for each parameter: the fp32 parameter is its own master weight."""
-    libraries: tuple[str, ...] = ()
-    """Packages that ranks import beside the training script's."""
+    state_bytes = (4, 4, 8)  # per parameter: itself, its own master weight, in fp32; its gradient; AdamW's states
+    libraries: tuple[str, ...] = ()  # packages that ranks import beside the training script's
     needs: tuple[str, ...] = ()
     needs_to_offload: tuple[str, ...] = ()
-    dimensions: tuple[str, ...] = ()
-    """Dimensions of parallelism that a preset's file may list."""
+    dimensions: tuple[str, ...] = ()  # dimensions of parallelism that a preset's file may list
     max_world_size: int | None = None
-    has_settings_file = False
-    """True if accelerate's YAML names a JSON with the engine's settings."""
-    needs_launcher = True
-    """False where a plain `python` starts it."""
-    launcher_options: tuple[str, ...] = ()
-    """Options of `accelerate launch` that several nodes need."""
+    has_settings_file = False  # true if accelerate's YAML names a JSON with the engine's settings
+    needs_launcher = True  # false where a plain `python` starts it
+    launcher_options: tuple[str, ...] = ()  # options of `accelerate launch` that several nodes need
     compiles_ops = False
-    keeps_masters = False
-    """True if trained weights are 16-bit copies, beside fp32 master weights of the engine's own."""
-    launcher_decides_precision = True
-    """False where `bf16: false` of a script's arguments wins."""
-    is_loaded_whole = True
-    """True if every rank loads the same checkpoint."""
-    keeps_empty_groups = True
-    """False if parameter groups without parameters are dropped."""
-    writes_universal = False
-    """True if a converted checkpoint has DeepSpeed's universal layout."""
-    uses_fsdp_plugin = False
-    """True if accelerate's FSDP plugin shards the model."""
+    keeps_masters = False  # true if trained weights are 16-bit copies, beside fp32 master weights of the engine's own
+    launcher_decides_precision = True  # false where `bf16: false` of a script's arguments wins
+    is_loaded_whole = True  # true if every rank loads the same checkpoint
+    keeps_empty_groups = True  # false if parameter groups without parameters are dropped
+    writes_universal = False  # true if a converted checkpoint has DeepSpeed's universal layout
+    uses_fsdp_plugin = False  # true if accelerate's FSDP plugin shards the model
     uses_ddp = False
-    chooses_accumulation = False
-    """True if gradients may wait for the last accumulation step either way, sharded or whole."""
-    gathers_layers = False
-    """True if FSDP2 gathers each layer where it is used."""
-    autocasts = True
-    """True if fp32 weights are cast where they are used."""
-    has_flat_states = False
-    """True if gradients and optimizer states are flat partitions, which come and go in the step."""
-    fragments_in_step = 0.0
-    """Share of what a full fine-tune allocates in the step that is reserved beside it."""
-    offloaded_optimizer: str | None = None
-    """The class, with its library, that replaces any optimizer which is offloaded."""
+    chooses_accumulation = False  # gradients may wait for the last accumulation step either way, sharded or whole
+    gathers_layers = False  # true if FSDP2 gathers each layer where it is used
+    autocasts = True  # true if fp32 weights are cast where they are used
+    has_flat_states = False  # true if gradients and optimizer states are flat partitions, which come and go in the step
+    fragments_in_step = 0.0  # share of what a full fine-tune allocates in the step that is reserved beside it
+    offloaded_optimizer: str | None = None  # the class, with its library, that replaces any that is offloaded
     host_adam_seconds = (0.22, 0.57, 1.5)
     """Of AdamW on the host, per 1e9 parameters on all cores of a node: at best, estimated, at worst. Source: table 4 of
     the ZeRO-Offload paper, 1.4 to 1.5 for torch's on two sockets (https://arxiv.org/abs/2101.06840)."""
-    no_offloaded_optimizer: str | None = None
-    """Why only AdamW can be offloaded."""
-    needs_for_kernels: tuple[str, ...] = ()
-    """Where a preset cannot run on a CPU."""
-    plain_preset: str | None = None
-    """The preset to name for the engine: without offload, and without parallelism of layers."""
-    checkpoint_weights = 3
-    """Size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance."""
+    no_offloaded_optimizer: str | None = None  # why only AdamW can be offloaded
+    needs_for_kernels: tuple[str, ...] = ()  # where a preset cannot run on a CPU
+    plain_preset: str | None = None  # to name for the engine: without offload, and without parallelism of layers
+    checkpoint_weights = 3  # size of a checkpoint in multiples of the fp32 weights: weights, momentum and variance
     script_keys: Mapping[str, Sequence[str]] = {}
     """Keys of the engine's block in accelerate's YAML that a script without its launcher can put in effect."""
-    settings_option = ""
-    """Option of `accelerate launch` for the engine's settings, a path or the text."""
-    settings_variable = ""
-    """Variable in which ranks find them."""
-    rejects_best_of_weights = False
-    """True if the Trainer cannot load the best of checkpoints that hold only weights."""
-    accelerate_uses_cpu = "true"
-    """What `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect."""
+    settings_option = ""  # option of `accelerate launch` for the engine's settings, a path or the text
+    settings_variable = ""  # variable in which ranks find them
+    rejects_best_of_weights = False  # true if the Trainer cannot load the best of checkpoints that hold only weights
+    accelerate_uses_cpu = "true"  # what `ACCELERATE_USE_CPU` must be on a CPU for the engine to be in effect
 
+    rejects_auto_find_batch_size = False
+    """True if the Trainer raises for `auto_find_batch_size` with sharded parameters (transformers 5.23)."""
+    upstream_bugs: Mapping[str, str] = {}  # by sharding: what does not work, and the upstream issue
+    offloaded_gradient_bytes: Mapping[str, int] = {}  # by sharding, where the optimizer is offloaded
     no_comm_hook: str | None = "there is nothing to communicate"
-    no_trace: str | None = None
-    """Why it does not run on fake tensors."""
+    no_trace: str | None = None  # why it does not run on fake tensors
     no_async_save = "rank 0 writes its checkpoints alone, and no rank has a shard"
-    no_optimizer: Mapping[str, tuple[str, str]] = {}
-    """Name or library of an optimizer -> why it does not work, and what does."""
     fixed_accumulation: Mapping[str, str] = {
         "sharded": "every GPU holds all gradients, so a reduction in each accumulation step would save nothing"
     }
+
+    @property
+    def no_optimizer(self) -> Mapping[str, Sequence[str]]:
+        """Return why an optimizer, by its name or library, does not work, and what does."""
+        return NO_OPTIMIZER.get(self.name, {})
 
     def with_dimensions(self, names: Sequence[str]) -> Engine:
         """Return the engine that divides its ranks by these dimensions."""
@@ -137,21 +118,9 @@ class Engine:
         few = {"replicate": (), "shard_optimizer": ("optimizer",), "shard_grad_op": ("gradient", "optimizer")}
         return few.get(sharding, PARTS)
 
-    def offloaded_gradient_bytes(self, sharding: str) -> int:
-        """Return the bytes of a gradient whose optimizer is offloaded."""
-        return self.state_bytes[1]
-
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
         """Return why `torch_compile` does not pay, or None where it may."""
         return None
-
-    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
-        """Return True if the Trainer raises for `auto_find_batch_size` (transformers 5.23, `Trainer.__init__`)."""
-        return False
-
-    def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
-        """Return what does not work, and the upstream issue."""
-        return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
         """Return True where each rank finds its shard of a checkpoint by itself.
@@ -245,8 +214,7 @@ class Engine:
 class EngineSettings:
     """Everything about an engine that decides bytes, once the world size is known. Bucket sizes are in elements."""
 
-    traits: Engine
-    """What wraps the model; that of one process where DDP has nothing to reduce."""
+    traits: Engine  # what wraps the model; that of one process where DDP has nothing to reduce
     sharding: str
     shards_parameters: bool
     world_size: int
@@ -265,8 +233,7 @@ class EngineSettings:
     reuse_distance: int = 0
     live_parameters: int = 0  # gathered ones, above which ZeRO-3 prefetches nothing
     sub_group: int = SUB_GROUP
-    secondary_partition: int = 1
-    """ZeRO++ (hpZ): ranks of one node that share a second copy of the parameters; 1 if there is none."""
+    secondary_partition: int = 1  # ZeRO++ (hpZ): ranks of a node that share a second copy of the parameters; 1: none
     pins_memory: bool = True  # true if offloaded tensors are in page-locked memory
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     sharded_at_load: bool = False  # transformers shards the model while it loads it, and reduces gradients in fp32

@@ -1,7 +1,6 @@
 """FSDP2: torch's `fully_shard`, as accelerate's plugin calls it, or transformers while it loads a model."""
 
-from __future__ import annotations
-
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -52,24 +51,6 @@ class FullyShard(Engine):
     autocasts = False  # the weights are bf16 where they are used
     rejects_best_of_weights = True
     no_comm_hook = "FSDP2 reduce-scatters gradients itself, without DDP's buckets"
-    # tests/train/test_training_methods.py shows these.
-    no_optimizer: Mapping[str, tuple[str, str]] = {
-        "bitsandbytes": (
-            "bitsandbytes' kernels take no DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset zero2` or `zero3`",
-        ),
-        "adafactor": (
-            "transformers' Adafactor makes plain tensors beside DTensors",
-            "`--optim adamw_torch_8bit`, or `--preset ddp`",
-        ),
-        "apollo_torch": ("its random projections are plain tensors beside DTensors", "`--preset ddp`"),
-        "galore_torch": ("its SVD takes a matrix, and each rank has rows of one", "`--preset ddp`"),
-        "adagrad": (
-            "torch makes its sums before FSDP2 shards the parameters, so every rank keeps them whole",
-            "`--optim rmsprop`, or `--preset ddp`",
-        ),
-        "adamw_torch_4bit": ("torchao's flat 4-bit states are no shards of a matrix", "`--optim adamw_torch_8bit`"),
-    }
 
     def sharded_parts(self, sharding: str) -> tuple[str, ...]:
         """Return all parts, also without resharding: gathered parameters live from forward to backward only."""
@@ -303,3 +284,38 @@ def _padded(tensor: Tensor, ranks: int) -> int:
 def uses_fsdp() -> bool:
     """Return True if the launcher chose FSDP for this process: what accelerate itself reads."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def enable_fsdp_on_cpu(*, for_any_script: bool = False) -> None:
+    """Let accelerate run FSDP2 on a CPU, for rehearsals and tests; a run without FSDP is not affected.
+
+    `for_any_script`: FSDP2 may also be switched on by a script's own `TrainingArguments` later.
+
+    accelerate 1.15 turns MULTI_GPU (and other accelerators) into FSDP, but keeps MULTI_CPU although an FSDP plugin was
+    given, and would silently run DDP. The run-time verification of each run checks that FSDP2 is in effect.
+    """
+    if not uses_fsdp() and not for_any_script:
+        return
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    original = AcceleratorState.__init__
+    if hasattr(original, "__wrapped__"):
+        return  # patched already
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is None or self.distributed_type != DistributedType.MULTI_CPU:
+            return
+        if self._mixed_precision != "no":
+            plugin.set_mixed_precision(self._mixed_precision)
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinning memory needs a GPU
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init

@@ -1,11 +1,9 @@
 """The live half of an engine: found by what wraps the model, never by the configuration that made it."""
 
-from __future__ import annotations
-
 from typing import Any
 
-from toolkit.engines import fsdp2_live, tensors, zero_live
-from toolkit.engines.torch_live import TorchLive
+from toolkit.engines import tensors, zero_live
+from toolkit.engines.torch_live import Fsdp2Live, TorchLive, is_fsdp2
 
 
 def live_engine(wrapped: Any) -> TorchLive:
@@ -13,7 +11,7 @@ def live_engine(wrapped: Any) -> TorchLive:
     inner = tensors.uncompiled(wrapped)
     if hasattr(inner, "zero_optimization_stage"):  # a DeepSpeed engine
         return zero_live.ZeroLive(inner)
-    return fsdp2_live.Fsdp2Live(inner) if fsdp2_live.is_fsdp2(inner) else TorchLive(inner)
+    return Fsdp2Live(inner) if is_fsdp2(inner) else TorchLive(inner)
 
 
 def is_loaded_by_plugin(trainer: Any) -> bool:

@@ -1,7 +1,5 @@
 """What an engine decides of a plan: the bytes that one rank holds and sends, and what of a job decides them."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
@@ -71,8 +69,7 @@ class EngineBuffers:
 class Collective:
     """All collectives of one kind and purpose in an optimizer step, as one rank sees them."""
 
-    name: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `all_to_all`, or `permute`: each sends to the next."""
+    name: str  # `all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `all_to_all`, or `permute`: to the next
     purpose: str
     payload_bytes: int
     """Complete tensors, padding included: the output of a gather, the input of a reduction; what a rank permutes."""
@@ -81,8 +78,7 @@ class Collective:
     group_size: int
     group: str = "all"
     """`all` ranks, the ranks of one `replica`, one rank of each of the `replicas`, or a dimension of parallelism."""
-    stride: int = 1
-    """Distance between two neighbours of a group, in ranks; ranks of a node are numbered one after the other."""
+    stride: int = 1  # distance between neighbours of a group, in ranks, which are numbered node by node
 
     @property
     def dimension(self) -> str:

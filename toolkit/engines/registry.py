@@ -1,7 +1,5 @@
 """Every engine by its name."""
 
-from __future__ import annotations
-
 from toolkit.engines.ddp import Ddp, Pipeline, Single
 from toolkit.engines.engine import Engine
 from toolkit.engines.fsdp2 import Fsdp2, ShardedAtLoad

@@ -5,8 +5,6 @@ The metadata of a distributed checkpoint is a bare pickle of newer opcodes, whic
 `read_dcp_metadata` reads it with one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -44,8 +42,7 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 NEVER_LOADED = ("training_args.bin",)
 MAX_METADATA_BYTES = 512 * 2**20
 _AGAIN = "copy or download it again"
-# A tensor described as fp32 may be stored in 8 bits (torchao's optimizer states).
-EXPANSION = 4
+EXPANSION = 4  # a tensor described as fp32 may be stored in 8 bits (torchao's optimizer states)
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -103,10 +100,8 @@ def _engine_classes_in(path: Path) -> list[str]:
 
 def _check_known(path: Path, name: str, classes: tuple[str, ...]) -> None:
     if name not in classes:
-        raise ToolkitError(
-            f"{path} would run {name[:80]}, which no checkpoint of ours contains",
-            hint="do not load it unless you trust who wrote it; then: `--trust-pickle`",
-        )
+        what = f"{path} would run {name[:80]}, which no checkpoint of ours contains"
+        raise ToolkitError(what, hint="do not load it unless you trust who wrote it; then: `--trust-pickle`")
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ transformers 5.23, accelerate 1.15 and peft 0.21 are wrong in five places, each 
 docs/concepts/parallelism.md shows the figures without them.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

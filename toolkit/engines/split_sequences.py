@@ -7,8 +7,6 @@ attention then gives every rank the same work. Rows are padded to a multiple of 
 tensor error at 65 tokens, and at 66 it divides unevenly and says nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

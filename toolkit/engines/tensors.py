@@ -1,7 +1,5 @@
 """Bytes and dtypes of live tensors under any engine: DTensors, ZeRO-3 shards, 4-bit weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -129,6 +127,14 @@ def num_params(model: Any) -> int:
 
 def num_trainable_params(model: Any) -> int:
     return sum(full_size(p) for p in model.parameters() if p.requires_grad)
+
+
+def num_optimizer_params(optimizer: Any, parameters: Iterable[Any]) -> int | None:
+    """Return how many trained parameters an optimizer holds; None for the one element of a layer-wise stand-in."""
+    held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    if sum(p.numel() for p in held) <= 1:
+        return None
+    return sum(full_size(p) for p in parameters if p.requires_grad and id(p) in set(map(id, held)))
 
 
 def constant_bytes(model: Any) -> int:

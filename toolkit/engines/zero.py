@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO: flat partitions of optimizer states, gradients and parameters, with offload."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter
@@ -34,9 +32,6 @@ CHECKPOINT_CLASSES = (
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SHARDS_PARAMETERS = ("full_shard", "hybrid_shard")
 PERSISTENCE_THRESHOLD = 100_000  # elements: DeepSpeed's default (`runtime/zero/config.py`)
-# With its optimizer offloaded, ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and
-# an fp32 copy of it (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
-OFFLOADED_GRADIENT_BYTES = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
 # Of its `bf16` block: master weights and gradients in bf16, and the states of the optimizer with them.
 BF16_MASTERS, BF16_STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 
@@ -133,29 +128,22 @@ class Zero(Engine):
     no_trace = "DeepSpeed reads the values and addresses of its tensors"
     rejects_best_of_weights = True
     accelerate_uses_cpu = "false"  # with "true", accelerate turns a DeepSpeed run into DDP
+    rejects_auto_find_batch_size = True
+    upstream_bugs: Mapping[str, str] = {
+        "shard_grad_op": "`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",
+        **dict.fromkeys(
+            SHARDS_PARAMETERS,
+            "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",
+        ),
+    }
+    # ZeRO-2 keeps the fp32 gradients of its master weights, and ZeRO-3 a bf16 partition and an fp32 copy of it
+    # (`stage_1_and_2.py` line 940, `stage3.py` lines 791 and 1342).
+    offloaded_gradient_bytes: Mapping[str, int] = {"shard_grad_op": 4, "full_shard": 6, "hybrid_shard": 6}
     no_comm_hook = "DeepSpeed reduces gradients itself"
     no_async_save = "DeepSpeed writes its checkpoints itself"
     fixed_accumulation: Mapping[str, str] = {
         "sharded": "below ZeRO-2, gradients are reduced in the last accumulation step only",
         "whole": "ZeRO-2 and ZeRO-3 reduce and shard gradients in every accumulation step",
-    }
-    no_optimizer: Mapping[str, tuple[str, str]] = {
-        "adafactor": (
-            "DeepSpeed flattens parameters, and only matrices have rows and columns to factor",
-            "`--preset ddp`, or `--optim adamw_bnb_8bit`",
-        ),
-        "schedulefree": (
-            "its switch to evaluated weights reaches DeepSpeed's fp32 partitions, and not the weights",
-            "`--preset ddp`, or `--optim adamw_torch_fused`",
-        ),
-        "apollo_torch": ("DeepSpeed flattens parameters, and APOLLO projects matrices", "`--preset ddp`"),
-        "galore_torch": ("DeepSpeed flattens parameters, and GaLore projects matrices", "`--preset ddp`"),
-        "adagrad": ("DeepSpeed 0.19.8 cannot make its states in advance", "`--optim rmsprop`, or `--preset ddp`"),
-        "muon": ("DeepSpeed flattens parameters, and Muon orthogonalises matrices", "`--preset ddp` or `fsdp2`"),
-        "torchao": (
-            "torchao quantizes whole blocks of 256, and DeepSpeed's flat partitions seldom are",
-            "`--optim adamw_bnb_8bit`",
-        ),
     }
 
     def preset_fields(
@@ -177,26 +165,11 @@ class Zero(Engine):
             **{block: None if device == "none" else device for block, device in devices.items()},
         }
 
-    def offloaded_gradient_bytes(self, sharding: str) -> int:
-        return OFFLOADED_GRADIENT_BYTES.get(sharding, self.state_bytes[1])
-
     def breaks_compiled_graphs(self, sharding: str) -> str | None:
         """Return why ZeRO-3 is not compiled: docs/evidence/speed-and-memory.md has 15 graph breaks in two layers."""
         if sharding not in SHARDS_PARAMETERS:
             return None
         return "ZeRO-3 gathers weights in hooks, so that the compiler's graph ends at each linear layer"
-
-    def rejects_auto_find_batch_size(self, sharding: str) -> bool:
-        return sharding in SHARDS_PARAMETERS
-
-    def upstream_bugs(self, sharding: str) -> tuple[str, ...]:
-        if sharding in SHARDS_PARAMETERS:
-            return (
-                "the Trainer's own save of LoRA adapters, which can be empty (trl#4416, peft#2892, DeepSpeed#7900)",
-            )
-        if sharding == "shard_grad_op":
-            return ("`overlap_comm`, which can give wrong gradients (DeepSpeed#7188, #5294, #8061)",)
-        return ()
 
     def fits_any_world_size(self, *, universal: bool, sharding: str | None, one_number_each: bool) -> bool:
         return universal
@@ -362,7 +335,6 @@ def _zero3_states(settings: EngineSettings, weights: JobWeights, optimizer: Opti
 
 
 def _flat_state_bytes(settings: EngineSettings, optimizer: OptimizerSpec, partitions: Iterable[int]) -> int:
-    """Master weights and states of DeepSpeed's flat partitions, one per parameter group."""
     held = [UpdatedTensor(shape=(elements,)) for elements in partitions if elements]
     states = optimizer.state_bytes(held)
     states = states * settings.state_bytes // FP32_BYTES if optimizer.follows_weights else states

@@ -1,7 +1,5 @@
 """Read a DeepSpeed engine: sharding, bytes, dtypes, offload, NVMe swap files, and gradients of the first step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager

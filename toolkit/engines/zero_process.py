@@ -1,7 +1,5 @@
 """DeepSpeed in the process of a rank: chosen by the launcher, set up before a model is loaded, and while it is."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

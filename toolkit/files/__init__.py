@@ -6,8 +6,6 @@
 - `torch_load` of `toolkit.engines.safe_loading`: tensors
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

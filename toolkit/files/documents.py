@@ -114,10 +114,8 @@ class Limits:
             raise OverLimit(f"{name} is nested more than {self.depth} deep, deeper than any file of its kind")
 
 
-# A configuration has a few hundred values, four levels deep.
-CONFIGURATION = Limits(values=20_000, depth=40)
-# Results of a long comparison, and the index of a large model's shards.
-RECORDS = Limits(values=5_000_000, depth=64)
+CONFIGURATION = Limits(values=20_000, depth=40)  # a configuration has a few hundred values, four levels deep
+RECORDS = Limits(values=5_000_000, depth=64)  # results of a long comparison, and the index of a large model's shards
 # transformers writes 10**30 as the `model_max_length` of a tokenizer that has none.
 TOKENIZER = Limits(values=5_000_000, depth=64, integer_bits=128)
 
@@ -263,6 +261,12 @@ def read_configuration(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_table(module: str, name: str = "") -> Any:
+    """Return the YAML file beside a module of the toolkit, given as its `__file__`: of its name, or another."""
+    path = Path(module).with_suffix(".yaml")
+    return yaml.load((path.with_stem(name) if name else path).read_text(encoding="utf-8"), Loader=LOADER)
+
+
 def parse_yaml(text: str, name: str, *, limits: Limits = CONFIGURATION) -> Any:
     """Return the value in a text that messages call `name`.
 
@@ -282,12 +286,12 @@ def not_yaml(name: str, error: Exception) -> ToolkitError:
     """Return the error for a text that PyYAML refuses, in one line."""
     if isinstance(error, yaml.constructor.ConstructorError) and "constructor for the tag" in str(error.problem):
         tag = str(error.problem).split("'")[1][:80]
-        return ToolkitError(
-            f"{name} has a value with the tag {tag!r}, which names an object; nothing was executed",
-            hint="use only plain keys, numbers and strings",
-        )
+        what = f"{name} has a value with the tag {tag!r}, which names an object; nothing was executed"
+        return ToolkitError(what, hint="use only plain keys, numbers and strings")
     why = str(error) if isinstance(error, yaml.YAMLError | ValueError | OverflowError) else type(error).__name__
-    return ToolkitError(f"{name} is not YAML: {' '.join(why.split())[:400]}")
+    why = " ".join(why.split()).replace('in "<unicode string>", ', "at ")
+    hint = "indent with spaces" if "a tab character" in why or r"'\t'" in why else None
+    return ToolkitError(f"{name} is not YAML: {why[:400]}", hint=hint)
 
 
 def check_yaml(text: str, name: str, limits: Limits) -> None:

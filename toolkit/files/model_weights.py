@@ -88,10 +88,9 @@ def read_weights(folder: Path) -> dict[str, StoredTensor]:
         if path is not None:
             return read_header(path)
         if any(folder.glob(_PICKLED)):
-            raise ToolkitError(
-                f"{folder} has its weights in pickles ({_PICKLED}), expected safetensors: a pickle can run code",
-                hint="load it with transformers where you trust it, and `save_pretrained` it again",
-            )
+            what = f"{folder} has its weights in pickles ({_PICKLED}), expected safetensors: a pickle can run code"
+            hint = "load it with transformers where you trust it, and `save_pretrained` it again"
+            raise ToolkitError(what, hint=hint)
         raise ToolkitError(f"{folder} has no {SINGLE_FILE}, {INDEX} or {ADAPTER_FILE}", hint=_AGAIN)
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,7 +1,5 @@
 """Paths that a user wrote, paths as others may read them, and the folder of the toolkit's cache."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -37,10 +35,8 @@ def user_path(text: str | Path) -> Path:
     path = Path(os.path.expanduser(text))  # noqa: PTH111  (`Path.expanduser` raises for an unknown user)
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if "\0" in str(path) or longest > 255 or len(os.fsencode(path)) >= 4096:
-        raise ToolkitError(
-            f"the path {str(path)[:80]!r} is not one that a file can have",
-            hint="names of at most 255 bytes, 4,095 in all, without null bytes",
-        )
+        what = f"the path {str(path)[:80]!r} is not one that a file can have"
+        raise ToolkitError(what, hint="names of at most 255 bytes, 4,095 in all, without null bytes")
     return path
 
 

@@ -22,8 +22,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 
 HIDDEN = "***"
-# A shorter value may be an ordinary word, and would hide unrelated text.
-MIN_SECRET_CHARACTERS = 8
+MIN_SECRET_CHARACTERS = 8  # a shorter value may be an ordinary word, and would hide unrelated text
 # Values by position of the training arguments that are `***` on the command line, as JSON.
 SECRETS_VARIABLE = "TOOLKIT_SECRET_ARGUMENTS"
 
@@ -192,7 +191,5 @@ def refuse_hidden(arguments: Mapping[str, Any]) -> None:
     for name, given in arguments.items():
         value = given if isinstance(given, str) else json.dumps(given, default=str)
         if value == HIDDEN or f'"{HIDDEN}"' in value or f"://{HIDDEN}@" in value:
-            raise ToolkitError(
-                f"--{name} is {value[:80]!r}: {HIDDEN} stands for a secret, which is never recorded",
-                hint=f"type its value in place of {HIDDEN}, or leave --{name} out",
-            )
+            what = f"--{name} is {value[:80]!r}: {HIDDEN} stands for a secret, which is never recorded"
+            raise ToolkitError(what, hint=f"type its value in place of {HIDDEN}, or leave --{name} out")

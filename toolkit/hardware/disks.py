@@ -4,8 +4,6 @@
 'xfs'
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

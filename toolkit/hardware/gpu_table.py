@@ -9,15 +9,13 @@ Memory is the smallest total that torch reports for the card in public out-of-me
 table is `gpu_table.csv`, a row per GPU with its source.
 """
 
-from __future__ import annotations
-
 import csv
-import io
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import ToolkitError, nearest
 from toolkit.hardware.gpus import count_gpus, gpu_names
@@ -40,16 +38,13 @@ class Gpu:
     memory_gib: float  # memory available to all processes, their CUDA contexts included
     peak_tflops: tuple[float | None, float | None, float | None, float | None]  # of each of `DTYPES`
     memory_gb_per_second: float | None
-    link_gb_per_second: float | None
-    """Rate to the other GPUs of the node (NVLink, Infinity Fabric); None if the card has only PCIe."""
+    link_gb_per_second: float | None  # to the node's other GPUs (NVLink, Infinity Fabric); None if it has only PCIe
     pcie_generation: int
     source: str
     host: tuple[int, str] | None = None
     """Host memory per GPU in GiB, and a node that has it; of an instance type, the least that several GPUs have."""
-    other_gb: str = ""
-    """Memory of other cards with the same name, in GB."""
-    shared_by: int = 1
-    """Ranks that share the card, of which this is one's part."""
+    other_gb: str = ""  # memory of other cards with the same name, in GB
+    shared_by: int = 1  # ranks that share the card, of which this is one's part
 
     @property
     def names(self) -> list[str]:
@@ -134,13 +129,24 @@ def find_gpu(name: str) -> Gpu:
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
         f"unknown GPU {name!r}; known: {', '.join(gpu.name for gpu in GPUS)}",
-        hint=f"{guess}For other GPUs, use --gpu-memory-gib and --gpu-tflops",
+        hint=f"{guess}For other GPUs, `toolkit plan` takes --gpu-memory-gib and --gpu-tflops",
     )
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the GPU as `find_gpu` does, or None for a name that is not in the table."""
-    spellings = (start + _key(name) + end for end in ("", "b", "gb") for start in ("", "rtx"))
+    """Return the GPU as `find_gpu` does, or None for a name that is not in the table.
+
+    >>> [known_gpu(name) and known_gpu(name).name for name in ("L40S 48GB", "H100-80GB-SXM", "4090-24", "RTX 3060 8GB")]
+    ['l40s', 'h100-sxm', 'rtx-4090', None]
+    """
+    words = _words(name)
+    spellings = (start + "".join(words) + end for end in ("", "b", "gb") for start in ("", "rtx"))
+    for at, word in enumerate(words):  # as who rents it out writes its memory: what is usable is up to a tenth less
+        size = re.fullmatch(r"(\d{1,3})(?:gb?)?", word)
+        key = "".join(words[:at] + words[at + 1 :])
+        gpu = _BY_KEY.get(key) or _BY_KEY.get(f"rtx{key}")
+        if size and gpu and 0.9 * int(size[1]) <= gpu.memory_gib <= int(size[1]):
+            return gpu
     return next((_BY_KEY[each] for each in spellings if each in _BY_KEY), None)
 
 
@@ -166,14 +172,11 @@ def named_or_visible_gpu(name: str | None, *, has_memory: bool = False) -> Gpu |
     if len(names) == 1:
         return find_gpu(names[0])
     found = f"this node has {', '.join(names)}" if names else "no GPU is visible on this node"
-    raise ToolkitError(
-        f"--gpu is missing, and {found}",
-        hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed",
-    )
+    what = f"--gpu is missing, and {found}"
+    raise ToolkitError(what, hint="for example `--gpu h100`, or --gpu-memory-gib for one that is not listed")
 
 
 def _say_which_memory(name: str, gpu: Gpu) -> None:
-    """Name the other memory of cards with this name, where the name does not say which one is meant."""
     size = re.search(r"(\d+)gb$", gpu.name)
     if gpu.other_gb and not (size and size[1] in name):
         other = known_gpu(f"{name}-{gpu.other_gb}gb")
@@ -228,29 +231,16 @@ def _words(name: str) -> list[str]:
     return [word for word in words if word and word not in {"nvidia", "amd", "instinct", "tesla", "geforce"}]
 
 
-def _read_table() -> tuple[Gpu, ...]:
-    def number(text: str) -> float | None:
-        return (int(text) if text.isdigit() else float(text)) if text else None
+def _gpu(row: dict[str, str]) -> Gpu:
+    def number(name: str) -> float | None:
+        return (int(row[name]) if row[name].isdigit() else float(row[name])) if row[name] else None
 
-    gpus = []
-    for row in csv.DictReader(io.StringIO(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8"))):
-        bf16, fp16, tf32, fp32 = (number(row[dtype]) for dtype in DTYPES)
-        gpus.append(
-            Gpu(
-                name=row["name"],
-                other_names=row["other_names"],
-                memory_gib=float(row["memory_gib"]),
-                peak_tflops=(bf16, fp16, tf32, fp32),
-                memory_gb_per_second=number(row["memory_gb_per_second"]),
-                link_gb_per_second=number(row["link_gb_per_second"]),
-                pcie_generation=int(row["pcie_generation"]),
-                source=row["source"],
-                host=(int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None,
-                other_gb=row["other_gb"],
-            )
-        )
-    return tuple(gpus)
+    bf16, fp16, tf32, fp32 = map(number, DTYPES)
+    host = (int(row["host_gib"]), row["host_source"]) if row["host_gib"] else None
+    others: dict[str, Any] = {name: row[name] for name in ("name", "other_names", "source", "other_gb")}
+    others |= {name: number(name) for name in ("memory_gb_per_second", "link_gb_per_second", "pcie_generation")}
+    return Gpu(memory_gib=float(row["memory_gib"]), peak_tflops=(bf16, fp16, tf32, fp32), host=host, **others)
 
 
-GPUS = _read_table()
+GPUS = tuple(map(_gpu, csv.DictReader(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8").splitlines())))
 _BY_KEY = {_key(name): gpu for gpu in GPUS for name in gpu.names}

@@ -37,8 +37,7 @@ THROTTLES = {
 }
 
 ON_CPU_MESSAGE = "no GPU is visible: training on the CPU"
-# Enough for every preset's communication to take place.
-CPU_PROCESSES = 2
+CPU_PROCESSES = 2  # enough for every preset's communication to take place
 
 
 def count_gpus() -> int:
@@ -60,10 +59,8 @@ def visible_world_size() -> int:
     """Return the number of visible GPUs, the default of `--num-processes`. Raises ToolkitError where there are none."""
     visible = count_gpus()
     if visible == 0:
-        raise ToolkitError(
-            "--num-processes is missing, and no GPU is visible on this node",
-            hint="the number of GPUs of the job, for example `--num-processes 8`",
-        )
+        what = "--num-processes is missing, and no GPU is visible on this node"
+        raise ToolkitError(what, hint="the number of GPUs of the job, for example `--num-processes 8`")
     return visible
 
 

@@ -6,8 +6,6 @@
 A limit is None where nothing is limited or nothing can be read.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

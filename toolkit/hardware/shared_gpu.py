@@ -11,8 +11,6 @@ Each rank is a node of its own by its variables: one device is visible, and `LOC
 `device_ids`, DeepSpeed, torch's device meshes and a script's `cuda:$LOCAL_RANK` all use the same device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ctypes.util

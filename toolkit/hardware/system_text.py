@@ -4,8 +4,6 @@
 True
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from pathlib import Path

@@ -6,8 +6,6 @@ Reduced in the last one, whole gradients in the compute dtype wait on every GPU.
 but the last accumulation step run under `Accelerator.no_sync`). Every other engine has one way of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@
 An argument is renamed only if it means exactly the same; for the others, `HINTS` says what to type instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +30,11 @@ class Alias:
 
 _TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=LOADER)
 ALIASES = {word: Alias(**fields) for word, fields in _TABLES["aliases"].items()}
-HINTS: dict[str, str] = _TABLES["hints"]
-"""What to type for an argument that means something else here, or nothing."""
+HINTS: dict[str, str] = _TABLES["hints"]  # what to type for an argument that means something else here, or nothing
 
 
 def canonical_values(values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Return the keys and values of a configuration file in our words.
-
-    Raises ToolkitError for a value without a counterpart, and for an argument given under both names.
-    """
+    """Return a file's keys and values in our words. Raises ToolkitError for no counterpart, or for two names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         alias = ALIASES.get(name)
@@ -58,8 +52,6 @@ def alias_value(name: str, alias: Alias, value: Any) -> Any:
         return ["all-linear" if part == "all" else part for part in names]
     ours = value if alias.values is None else alias.values.get(str(value).lower())
     if ours is None:
-        raise ToolkitError(
-            f"{name} {shown(value)} has no counterpart",
-            hint=f"leave it out, or see `--{alias.name}` in `toolkit train -- --help`",
-        )
+        hint = f"leave it out, or see `--{alias.name}` in `toolkit train -- --help`"
+        raise ToolkitError(f"{name} {shown(value)} has no counterpart", hint=hint)
     return ours

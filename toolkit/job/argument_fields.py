@@ -27,8 +27,7 @@ from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import SCHEDULES
 
-# Gradient compression hooks of torch (`toolkit/train/engine/comm_hooks.py`).
-COMM_HOOKS = ("bf16", "fp16", "power_sgd")
+COMM_HOOKS = ("bf16", "fp16", "power_sgd")  # gradient compression hooks of torch (`toolkit/train/engine/comm_hooks.py`)
 WORKERS_PER_RANK = 1024  # no node has as many cores for each rank
 
 _COUNT = Range(lowest=1)
@@ -75,9 +74,7 @@ class ModelArguments:
         choices=("auto", "chunked", "full"),
     )
     loss_chunk_tokens: int = _argument(
-        LOSS_CHUNK_TOKENS,
-        "tokens whose logits exist at a time",
-        limits=Range(lowest=1, highest=2**27),
+        LOSS_CHUNK_TOKENS, "tokens whose logits exist at a time", limits=Range(lowest=1, highest=2**27)
     )
     load_in_4bit: bool = _argument(False, "QLoRA: the frozen base model in 4-bit NF4 (bitsandbytes); needs --lora_r")
     freeze: tuple[str, ...] = _argument((), "name patterns of parameters that are not trained: `model.embed_tokens.*`")
@@ -98,9 +95,7 @@ class ModelArguments:
     activation_checkpointing_offload: bool = _argument(False, "keep the checkpointed activations in host memory")
     activation_checkpointing_selective: bool = _argument(False, "keep attention's outputs, and recompute only the rest")
     ddp_comm_hook: str | None = _argument(
-        None,
-        "compress gradients between ranks (DDP): bf16, fp16, power_sgd",
-        choices=COMM_HOOKS,
+        None, "compress gradients between ranks (DDP): bf16, fp16, power_sgd", choices=COMM_HOOKS
     )
     ddp_comm_hook_power_sgd_rank: int = _argument(1, "rank of the factors of `power_sgd`")
     ddp_comm_hook_power_sgd_start: int = _argument(10, "first steps that `power_sgd` does not compress; at least 2")
@@ -197,10 +192,7 @@ class DataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of transformers' `TrainingArguments` that the toolkit reads; a test compares the defaults.
-
-    Ranges: torch's AdamW refuses anything else, but for the weight decay of a group, which nobody checks.
-    """
+    """The arguments of transformers' `TrainingArguments` that the toolkit reads; ranges as torch's AdamW has them."""
 
     output_dir: str | None = _argument(None)
     per_device_train_batch_size: int = _argument(PER_DEVICE_TRAIN_BATCH_SIZE, limits=_SIZE)

@@ -4,8 +4,6 @@
 {'max_steps': 8, 'packing': True}
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
@@ -82,11 +80,7 @@ def argument_words() -> dict[str, Sequence[str]]:
 
 
 def read_arguments(argv: Sequence[str]) -> dict[str, Any]:
-    """Read names and typed values from an optional leading YAML or JSON file and from flags; flags win.
-
-    Raises ToolkitError for an unknown name (with the nearest one), a word that belongs to no flag, a value of the
-    wrong type, or a file that cannot be read.
-    """
+    """Read typed values from an optional leading file and flags; flags win. Raises ToolkitError for invalid ones."""
     hide_words(argv)  # remembers its secrets: an error may quote a word
     rest = list(argv)
     values = read_config_file(Path(rest.pop(0))) if has_config_file(rest) else {}
@@ -113,11 +107,7 @@ def has_config_file(argv: Sequence[str]) -> bool:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a training configuration file, in which each key must be a known argument; values are not converted.
-
-    Raises ToolkitError, with the file and the key, for what cannot be read, an unknown key, and a value of another
-    type than the argument has.
-    """
+    """Read a training configuration file; values stay as they are. Raises ToolkitError with file and key."""
     path = user_path(path)
     given = read_configuration(path)
     remember_secrets(given)
@@ -159,7 +149,6 @@ def without_flags(words: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A value that `check_type` has accepted, in the type of its argument."""
     kinds = set(argument_types()[name].split(" | ")) - {"None"}
     if name in PATHS:
         value = [_expanded(each) for each in value] if isinstance(value, list) else _expanded(value)
@@ -185,7 +174,6 @@ def _expanded(value: Any) -> Any:
 
 
 def _json_object(name: str, value: Any) -> dict[str, Any]:
-    """A JSON object, a mapping of a YAML file, or (`accelerator_config` alone) the path of a JSON file."""
     option = f"--{name}"
     if isinstance(value, dict):
         return value
@@ -196,13 +184,10 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str) and name == "accelerator_config" and value.endswith(".json"):
         return read_json_object(Path(value), limits=CONFIGURATION)
     if name == "liger_kernel_config":
-        raise ToolkitError(
-            f"{option} is {shown(value)}, expected keys and values",
-            hint="put it into a YAML file: `liger_kernel_config: {rope: true}`",
-        )
-    raise ToolkitError(
-        f"{option} is {shown(value)}, expected a JSON object", hint=f"`{option} '{JSON_ARGUMENTS[name]}'`"
-    )
+        hint = "put it into a YAML file: `liger_kernel_config: {rope: true}`"
+        raise ToolkitError(f"{option} is {shown(value)}, expected keys and values", hint=hint)
+    hint = f"`{option} '{JSON_ARGUMENTS[name]}'`"
+    raise ToolkitError(f"{option} is {shown(value)}, expected a JSON object", hint=hint)
 
 
 def lora_fields(value: Any) -> dict[str, Any]:
@@ -251,9 +236,8 @@ def _read_flags(words: list[str]) -> dict[str, Any]:
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise ToolkitError(
-                f"unexpected word {shown(word)}; a flag starts with `--`", hint=f"did you mean `--{word[:80]}`?"
-            )
+            hint = f"did you mean `--{word[:80]}`?"
+            raise ToolkitError(f"unexpected word {shown(word)}; a flag starts with `--`", hint=hint)
         name, equals, given = word[2:].partition("=")
         name = name.replace("-", "_")
         following = [given] if equals else []

@@ -7,8 +7,6 @@ toolkit.errors.ToolkitError: --max_steps is 'many', expected a whole number
 Arguments come from a command line, where each is a word, or from a YAML file, where each has a type.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -109,10 +107,8 @@ def check_word(option: str, value: Any, words: Sequence[str]) -> None:
     close = nearest_word(str(value), words)
     more = len(words) - SHOWN_WORDS
     listed = [*words[:SHOWN_WORDS], f"{more} more"] if more > 0 else list(words)
-    raise ToolkitError(
-        f"{option} is {shown(value)}, expected {', '.join(listed[:-1])} or {listed[-1]}",
-        hint=None if close is None else f"did you mean `{close}`?",
-    )
+    hint = None if close is None else f"did you mean `{close}`?"
+    raise ToolkitError(f"{option} is {shown(value)}, expected {', '.join(listed[:-1])} or {listed[-1]}", hint=hint)
 
 
 def nearest_word(word: str, words: Collection[str]) -> str | None:

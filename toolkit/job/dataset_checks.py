@@ -5,12 +5,11 @@
 No torch here: `toolkit train` checks before the launch, and the ranks check again.
 """
 
-from __future__ import annotations
-
 import math
 
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
+from toolkit.units import counted
 
 WORKERS = (0, 1, 2, 4, 8)
 """Supported values of `--dataloader_num_workers` for a stream; 0 means that the rank itself tokenizes."""
@@ -21,10 +20,9 @@ def check_rows_fill_a_step(rows: int | None, batch: int, dataset: str, *, packin
     if rows is None or rows >= batch:
         return
     packs = ", which make at most as many packed sequences" if packing else ""
-    raise ToolkitError(
-        f"{dataset} has {rows} rows{packs}, fewer than one global batch of {batch} sequences",
-        hint="lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes",
-    )
+    hint = "lower `--per_device_train_batch_size`, `--gradient_accumulation_steps` or the number of processes"
+    what = f"{dataset} has {counted(rows, 'row')}{packs}, fewer than one global batch of {batch} sequences"
+    raise ToolkitError(what, hint=hint)
 
 
 def check_weights(job: Job) -> None:
@@ -39,10 +37,8 @@ def check_weights(job: Job) -> None:
         )
     for weight in weights:
         if not 0 < weight < math.inf:
-            raise ToolkitError(
-                f"--dataset_weights has {weight:g}, expected numbers above 0",
-                hint="leave a data set without rows out of --dataset",
-            )
+            hint = "leave a data set without rows out of --dataset"
+            raise ToolkitError(f"--dataset_weights has {weight:g}, expected numbers above 0", hint=hint)
 
 
 def check_streaming(job: Job) -> None:
@@ -50,14 +46,11 @@ def check_streaming(job: Job) -> None:
     if not job.streaming:
         return
     if job.max_steps <= 0:
-        raise ToolkitError(
-            "--streaming needs --max_steps: the number of rows is not known in advance", hint="`--max_steps 1000`"
-        )
+        hint = "`--max_steps 1000`"
+        raise ToolkitError("--streaming needs --max_steps: the number of rows is not known in advance", hint=hint)
     if job.val_size is not None:
-        raise ToolkitError(
-            "--val_size with --streaming: rows cannot be held out of a stream",
-            hint="use another file: `--eval_dataset FILE`",
-        )
+        hint = "use another file: `--eval_dataset FILE`"
+        raise ToolkitError("--val_size with --streaming: rows cannot be held out of a stream", hint=hint)
     order = job.train_sampling_strategy
     if order != "random":
         raise ToolkitError(
@@ -82,17 +75,12 @@ def check_evaluation(job: Job) -> None:
     if job.evaluates and val_size is None and not has_rows:
         streams = job.streaming
         argument = "eval_strategy" if job.eval_strategy != "no" else "eval_on_start"
-        raise ToolkitError(
-            f"--{argument} is set, but there are no evaluation rows",
-            hint="`--eval_dataset FILE`" + ("" if streams else ", or `--val_size 0.05` to hold some out"),
-        )
+        hint = "`--eval_dataset FILE`" + ("" if streams else ", or `--val_size 0.05` to hold some out")
+        raise ToolkitError(f"--{argument} is set, but there are no evaluation rows", hint=hint)
 
 
 def check_val_size(val_size: float, *, rows: int | None = None) -> int:
-    """Return the rows that are held out; `rows` is None where their number is not known yet, and then it is 0.
-
-    Raises ToolkitError unless so many can be held out.
-    """
+    """Return the rows held out, 0 if `rows` is not known. Raises ToolkitError unless so many can be."""
     if val_size <= 0 or (val_size > 1 and val_size != int(val_size)) or (rows is not None and val_size >= rows):
         fewer = "a number of rows" if rows is None else f"fewer than all {rows} rows"
         raise ToolkitError(f"--val_size is {val_size:g}, expected a fraction below 1 or {fewer}")

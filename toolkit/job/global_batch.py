@@ -6,8 +6,6 @@
 ['--gradient_accumulation_steps', '4']
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,9 +151,7 @@ def check_scaling(job: Job) -> None:
     """Raise ToolkitError for a rule without a reference batch size, and the other way round."""
     rule, reference = job.lr_scaling, job.lr_reference_batch_size
     if rule is not None and reference is None:
-        raise ToolkitError(
-            "--lr_scaling needs the global batch size for which the learning rate was tuned",
-            hint="`--lr_reference_batch_size 16` (sequences per optimizer step)",
-        )
+        hint = "`--lr_reference_batch_size 16` (sequences per optimizer step)"
+        raise ToolkitError("--lr_scaling needs the global batch size for which the learning rate was tuned", hint=hint)
     if rule is None and reference is not None:
         raise ToolkitError("--lr_reference_batch_size without --lr_scaling", hint="`--lr_scaling linear`, or `sqrt`")

@@ -9,8 +9,6 @@
 The fields, with their limits and help texts, are declared in `toolkit.job.argument_fields`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -58,10 +56,7 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Make a job of the keys and values of a configuration file, or of names and words of a command line.
-
-        Raises ToolkitError for an unknown name, and for a value of the wrong type.
-        """
+        """Make a job of a file's keys and values. Raises ToolkitError for an unknown name or a wrong type."""
         return cls._of(typed_values(canonical_values(values)))
 
     @classmethod
@@ -120,10 +115,7 @@ class Job(ModelArguments, DataArguments, TrainerArguments):
 
     @property
     def chosen_accumulate(self) -> str | None:
-        """`--accumulate`, or the same choice made in `--accelerator_config`; None without one.
-
-        Raises ToolkitError where the two contradict each other.
-        """
+        """`--accumulate`, or the choice in `--accelerator_config`. Raises ToolkitError where they contradict."""
         return chosen_accumulate(self.accumulate, self.accelerator_config or {})
 
     @property

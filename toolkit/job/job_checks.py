@@ -4,8 +4,6 @@
 plain `accelerate launch` gives the same errors. What depends on the preset is in `toolkit.presets.support`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -36,7 +34,6 @@ ARGUMENTS_OF_COMPARISON = {
     "stop_when_steps_within": "--target-interval",
     "stop_after_minutes": "--trial-minutes",
 }
-
 # Backends of torch 2.13 that train (`torch._dynamo.list_backends()`, and `aot_eager`, for debugging). The others are
 # for inference (tensorrt, onnxrt, tvm), for other devices (openxla, hpu_backend, neuron), or are gone (nvfuser).
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager")
@@ -64,9 +61,7 @@ PREREQUISITES = {
     "liger_kernel_config": "use_liger_kernel",
     **dict.fromkeys(POWER_SGD_OPTIONS, "ddp_comm_hook"),
 }
-
-# Metrics of an evaluation: `evaluation_figures`.
-EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")
+EVALUATION_METRICS = ("loss", "perplexity", "supervised_tokens")  # metrics of an evaluation: `evaluation_figures`
 # What people give to AdamW here, and the argument that sets it.
 OPTIM_ARGS_HINTS = {
     "beta1": "`--adam_beta1`",
@@ -141,10 +136,8 @@ def _check_compilation(job: Job) -> None:
     if mode is not None:
         check_word("--torch_compile_mode", mode, MODES)
     if mode is not None and backend != DEFAULT_BACKEND:
-        raise ToolkitError(
-            f"--torch_compile_mode is inductor's, and --torch_compile_backend is {backend}",
-            hint="leave `--torch_compile_mode` out",
-        )
+        hint = "leave `--torch_compile_mode` out"
+        raise ToolkitError(f"--torch_compile_mode is inductor's, and --torch_compile_backend is {backend}", hint=hint)
 
 
 # -- transformers' own arguments against each other, without importing it
@@ -180,9 +173,8 @@ def _check_steps(job: Job) -> None:
             )
     each = job.eval_steps or job.logging_steps
     if job.eval_strategy == "steps" and (each is None or each <= 0 or (each > 1 and each != int(each))):
-        raise ToolkitError(
-            "--eval_strategy steps needs --eval_steps, or a whole number of --logging_steps", hint="`--eval_steps 100`"
-        )
+        hint = "`--eval_steps 100`"
+        raise ToolkitError("--eval_strategy steps needs --eval_steps, or a whole number of --logging_steps", hint=hint)
 
 
 def _check_best_model(job: Job) -> None:
@@ -231,9 +223,8 @@ def _check_optimizer_arguments(optim: str, text: Any) -> None:
     """`--optim_args` is `name=value`, several of them with commas between, of which the optimizer reads each."""
     for part in str(text).replace(" ", "").split(",") if text else []:
         if part.count("=") != 1:
-            raise ToolkitError(
-                f"--optim_args has {shown(part)}, expected name=value", hint="`--optim_args momentum=0.9,nesterov=true`"
-            )
+            example = "`--optim_args momentum=0.9,nesterov=true`"
+            raise ToolkitError(f"--optim_args has {shown(part)}, expected name=value", hint=example)
     known = MUON_OPTIONS if optim == MUON else trainer_schema().optim_args.get(optim)
     if known is None:
         return
@@ -281,9 +272,8 @@ def profiled_steps(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ToolkitError(
-            f"--profile_steps is {shown(text)}, expected A:B with 1 <= A <= B", hint="`--profile_steps 3:5`"
-        )
+        hint = "`--profile_steps 3:5`"
+        raise ToolkitError(f"--profile_steps is {shown(text)}, expected A:B with 1 <= A <= B", hint=hint)
     return first, last
 
 
@@ -337,9 +327,8 @@ def check_trackers(job: Job) -> None:
         module, package = TRACKER_MODULES.get(str(name), (str(name), str(name)))
         alternative = name == "tensorboard" and is_importable("tensorboardX")
         if name != "kubeflow" and not alternative and not is_importable(module):
-            raise ToolkitError(
-                f"--report_to {name} needs a package that is not installed", hint=f"pip install {package}"
-            )
+            hint = f"pip install {package}"
+            raise ToolkitError(f"--report_to {name} needs a package that is not installed", hint=hint)
 
 
 def ineffective_arguments(job: Job) -> list[str]:

@@ -8,8 +8,6 @@ The package brings the answer of the version that `constraints.txt` pins:
     python -m toolkit.job.trainer_schema > toolkit/job/trainer_schema.json
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -60,11 +58,7 @@ class TrainerSchema:
 
 @functools.cache
 def trainer_schema() -> TrainerSchema:
-    """Return what the installed transformers accepts.
-
-    Without transformers, what the version accepts that the toolkit was made with. Raises ToolkitError where it cannot
-    be imported.
-    """
+    """Return what the installed (or else the shipped) transformers accepts. Raises ToolkitError if it is broken."""
     version = installed_version("transformers")
     shipped = read_json_object(SHIPPED, limits=CONFIGURATION)
     described = shipped if version in (None, shipped["transformers"]) else _cached(str(version))

@@ -10,8 +10,6 @@ A run is started with `inherited_environment() | run_environment(...)`. `acceler
 as on several nodes, or that is alone, gives itself `strategy_environment`.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -19,7 +17,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from toolkit.engines.compiled_ops import check_extensions_folder, torch_extensions_folder
 from toolkit.engines.engine import ENGINE_VARIABLES
@@ -33,8 +31,7 @@ from toolkit.record.heartbeat import HANG_TIMEOUT_VARIABLE
 # In the environment of every process of a run, so that all of them are found and ended.
 RUN_ID_VARIABLE = "TOOLKIT_RUN_ID"
 PRESET_VARIABLE = "TOOLKIT_PRESET"
-# The disk that ranks offload to, for presets that use NVMe.
-NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"
+NVME_PATH_VARIABLE = "TOOLKIT_NVME_PATH"  # the disk that ranks offload to, for presets that use NVMe
 # A rank prints rows and reads files in UTF-8, whatever the locale of this node is.
 UTF8_VARIABLES = {"PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
 # accelerate's launcher functions also set where the ranks meet, which torchrun has told them.
@@ -63,17 +60,15 @@ class LaunchCommand(ProcessCommand):
     program: tuple[str, ...]
     training_argv: list[str]
     """Arguments of the training script, the same for every rank; `***` for each secret, which `environment` has."""
-    nvme_path: Path | None = None
-    """The disk that the run offloads to."""
-    resume_command: str | None = None
-    """What resumes the run of a script of the user's own."""
+    nvme_path: Path | None = None  # the disk that the run offloads to
+    resume_command: str | None = None  # what resumes the run of a script of the user's own
 
     @property
     def runs_script(self) -> bool:
         """True if the program is not our own training script."""
         return self.program[:2] != ("-m", "toolkit.train")
 
-    def again(self, *, resumes: bool = True, checkpoint: Path | None = None) -> LaunchCommand:
+    def again(self, *, resumes: bool = True, checkpoint: Path | None = None) -> Self:
         """Return the command under a new run id, which resumes the run from its newest checkpoint or starts it over."""
         run_id, words = new_run_id(), RESUME_LATEST if resumes else ()  # the last of two equal flags counts
         added = {RUN_ID_VARIABLE: run_id}
@@ -163,10 +158,7 @@ def process_environment(*, cpu: bool, run_id: str) -> dict[str, str]:
 
 
 def run_environment(preset: PresetSpec, *, world_size: int, cpu: bool, run_id: str) -> dict[str, str]:
-    """Return the variables that the toolkit gives the launcher of a run, which passes them to all ranks.
-
-    Raises ToolkitError for a folder of compiled ops that another user may write.
-    """
+    """Return the variables of a run's launcher. Raises ToolkitError for compiled ops that others may write."""
     check_extensions_folder()
     environment = process_environment(cpu=cpu, run_id=run_id) | {
         PRESET_VARIABLE: str(preset.accelerate_config_path),
@@ -198,10 +190,7 @@ def accelerate_options(preset: PresetSpec, *, world_size: int) -> list[str]:
 
 
 def launcher_environment(preset: PresetSpec, *, world_size: int) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for its ranks, the same for all of them.
-
-    torchrun adds `rank_environment`. `OMP_NUM_THREADS` is left out: it depends on the node, not on the preset.
-    """
+    """Return what `accelerate launch` sets for all ranks, without `OMP_NUM_THREADS`, which depends on the node."""
     from accelerate.commands import launch
 
     options = accelerate_options(preset, world_size=world_size)

@@ -6,8 +6,6 @@
 The failing rank writes failure.json itself; `toolkit.launch.process` works out the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -84,11 +82,7 @@ class PreparedRun:
 
 
 def prepare_run(options: TrainOptions, *, on_message: Callable[[str], None]) -> PreparedRun:
-    """Check the options, and build the launch command.
-
-    A checkpoint of another preset or number of processes is converted into the run folder, unless this is a dry run;
-    `train` removes it at the end. Raises ToolkitError for the first problem.
-    """
+    """Check the options, convert a checkpoint if needed, and build the command. Raises ToolkitError for a problem."""
     preset = load_preset(options.preset)
     check_libraries(preset, runs_script=options.runs_script)
     processes = options.world_size(preset)
@@ -200,10 +194,7 @@ def run_training(
     reuse: Reuse = "never",
     resumes: bool = False,
 ) -> RunResult:
-    """Train in `output_dir`, with as many restarts as the options allow; `resumes` if the job names a checkpoint.
-
-    Raises ToolkitError for a folder that cannot be used; every other outcome is in the result.
-    """
+    """Train in `output_dir`, with restarts; `resumes` if a checkpoint is named. Raises ToolkitError for the folder."""
     folder = RunFolder(output_dir)
     with contextlib.ExitStack() as at_the_end:
         if (lock := folder.hold()) is not None:
@@ -282,10 +273,7 @@ def _run_attempt(
 
 
 def stop_ranks(folder: RunFolder, on_message: Callable[[str], None]) -> bool:
-    """Send SIGTERM to each rank itself, so that it saves a checkpoint and exits. False where no rank is alive.
-
-    torch's elastic agent would kill the ranks 30 s after its own SIGTERM.
-    """
+    """Send SIGTERM to each rank itself: torch's agent would kill it in 30 s. False where no rank is alive."""
     heartbeats = [found for found in read_heartbeats(folder.path / "ranks") if found.process is not None]
     for heartbeat in heartbeats:
         with contextlib.suppress(OSError):
@@ -302,14 +290,10 @@ class Restarts:
     folder: RunFolder
     max_restarts: int
     done: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: Path | None = None
-    """What the next attempt resumes from."""
+    checkpoint: Path | None = None  # what the next attempt resumes from
 
     def prepare_next(self, result: RunResult, process_result: ProcessResult) -> str | None:
-        """Prepare the folder for a restart, with its checkpoints and rows kept, and return the lines to print.
-
-        None for a run that is not to be restarted.
-        """
+        """Prepare the folder for a restart, and return the lines to print; None for a run without one."""
         later = (self.folder.path / "training-2").exists()  # no checkpoint brings a script there
         if later or len(self.done) >= self.max_restarts or not can_restart(result, process_result):
             return None

@@ -6,8 +6,6 @@
 The checks, in their order: the folder, its file system, direct I/O, free space, libaio, DeepSpeed's `async_io`.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import os
 from dataclasses import asdict, dataclass
@@ -31,8 +29,7 @@ NVME_PATH_HINT = f"`toolkit train --nvme-path DIR`, or {NVME_PATH_VARIABLE}=DIR 
 # Bytes on disk for each trained parameter, fp32: master, momentum and variance; and the gradient on its way to them.
 OPTIMIZER_BYTES = 12
 GRADIENT_BYTES = 4
-# The parameter itself, in the compute dtype.
-PARAM_BYTES_GPU, PARAM_BYTES_CPU = 2, 4
+PARAM_BYTES_GPU, PARAM_BYTES_CPU = 2, 4  # the parameter itself, in the compute dtype
 # DeepSpeed locks its I/O buffers in memory. Below this limit even the smallest useful buffers fail.
 LOCKED_BYTES_AT_LEAST = 2**30
 
@@ -60,10 +57,7 @@ class NvmeDisk:
 
 
 def check_nvme(run: TrainingRun) -> NvmeDisk | None:
-    """Check the disk and measure its rates; None for a preset without NVMe offload.
-
-    Raises ToolkitError for the first problem.
-    """
+    """Check the disk and measure its rates; None without NVMe offload. Raises ToolkitError for a problem."""
     path, on_cpu = nvme_path_of(run.preset, run.nvme_path), run.device.type == "cpu"
     if path is None:
         return None
@@ -91,10 +85,7 @@ def check_nvme(run: TrainingRun) -> NvmeDisk | None:
 
 
 def nvme_path_of(preset: PresetSpec, given: str | None) -> Path | None:
-    """Return the disk that a run of this preset offloads to; None without NVMe offload.
-
-    Raises ToolkitError where no disk is given, or the preset's file fixes one.
-    """
+    """Return the disk that a preset offloads to, None for none. Raises ToolkitError if none is given, or is fixed."""
     blocks = nvme_blocks(preset.zero_block)
     if not blocks:
         return None
@@ -131,10 +122,8 @@ def check_filesystem(path: Path) -> str:
         return "unknown"
     if mount.kind != "local":
         why = "memory, not a disk" if mount.kind == "memory" else "not a local disk"
-        raise ToolkitError(
-            f"--nvme-path {path} is on {mount.filesystem} ({mount.mount_point}): {why}",
-            hint="name a folder on a local NVMe disk; `lsblk` lists them",
-        )
+        hint = "name a folder on a local NVMe disk; `lsblk` lists them"
+        raise ToolkitError(f"--nvme-path {path} is on {mount.filesystem} ({mount.mount_point}): {why}", hint=hint)
     return mount.filesystem
 
 
@@ -143,10 +132,8 @@ def check_direct_io(path: Path) -> None:
     try:
         try_direct_io(path)
     except OSError as error:
-        raise ToolkitError(
-            f"--nvme-path {path} takes no direct I/O (O_DIRECT): {error.strerror}",
-            hint="name a folder on a local NVMe disk with ext4 or xfs",
-        ) from None
+        hint = "name a folder on a local NVMe disk with ext4 or xfs"
+        raise ToolkitError(f"--nvme-path {path} takes no direct I/O (O_DIRECT): {error.strerror}", hint=hint) from None
 
 
 def needed_bytes(preset: PresetSpec, job: Job, *, cpu: bool) -> int | None:
@@ -175,8 +162,5 @@ def locked_memory_warnings() -> tuple[str, ...]:
 
 
 def swap_folder(nvme_path: Path, run_id: str) -> Path:
-    """Return the folder of one run's swap files; each rank has folders of its own in it.
-
-    DeepSpeed empties its parameter folder when it starts, so two runs must never share one.
-    """
+    """Return the folder of one run's swap files, never shared: DeepSpeed empties it when it starts."""
     return nvme_path / f"finetune-toolkit-{run_id}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from toolkit.errors import ToolkitError
 from toolkit.flags import PRESET_HELP, CpuFlag, NumProcesses, NvmePath, RanksPerGpu, TrainingArguments
@@ -32,10 +32,9 @@ class ScriptOptions:
     """A script of the user's own, which `toolkit train`, `compare` and `rehearse` run in the place of ours."""
 
     script: Annotated[
-        str | None,
-        typer.Option(help="run your own script, unchanged, and observe it; what follows `--` is for it"),
+        str | None, Option(help="run your own script, unchanged, and observe it; what follows `--` is for it")
     ] = None
-    module: Annotated[str | None, typer.Option(help="like --script, for a module: trl.scripts.dpo")] = None
+    module: Annotated[str | None, Option(help="like --script, for a module: trl.scripts.dpo")] = None
 
     @property
     def runs_script(self) -> bool:
@@ -47,49 +46,43 @@ class ScriptOptions:
         if self.script is not None and self.module is not None:
             raise ToolkitError("both --script and --module are given", hint="leave one of them out")
         if output_dir is not None and not self.runs_script:
-            raise ToolkitError(
-                "--output-dir is for a script of your own", hint="our script has `-- --output_dir DIR`, after `--`"
-            )
+            hint = "our script has `-- --output_dir DIR`, after `--`"
+            raise ToolkitError("--output-dir is for a script of your own", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ScriptOptions):
     """The options of `toolkit train`; a comparison makes one for each trial."""
 
-    preset: Annotated[str, typer.Option(help=f"{PRESET_HELP}; auto: {AUTO_HELP}")] = AUTO_PRESET
+    preset: Annotated[str, Option(help=f"{PRESET_HELP}; auto: {AUTO_HELP}")] = AUTO_PRESET
     num_processes: NumProcesses = None
     ranks_per_gpu: RanksPerGpu = 1
     training_arguments: TrainingArguments = ()
     cpu: CpuFlag = None
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="run every check, print the plan and the launch command; start nothing")
+        bool, Option("--dry-run", help="run every check, print the plan and the launch command; start nothing")
     ] = False
     gpu: Annotated[
-        str | None,
-        typer.Option(help="with --dry-run: check and plan for this GPU, for example h100; it need not be here"),
+        str | None, Option(help="with --dry-run: check and plan for this GPU, for example h100; it need not be here")
     ] = None
-    timeout_minutes: Annotated[float | None, typer.Option(help="stop the run as timed_out after this long")] = None
+    timeout_minutes: Annotated[float | None, Option(help="stop the run as timed_out after this long")] = None
     nvme_path: NvmePath = None
     hang_timeout_minutes: Annotated[
-        float | None,
-        typer.Option(help="stop a run without progress for this long; default 20, 0: never"),
+        float | None, Option(help="stop a run without progress for this long; default 20, 0: never")
     ] = None
     stop_minutes: Annotated[
-        float, typer.Option(help="wait this long for the checkpoint after Ctrl-C or SIGTERM; 0: not at all")
+        float, Option(help="wait this long for the checkpoint after Ctrl-C or SIGTERM; 0: not at all")
     ] = 5.0
     output_dir: Annotated[
-        Path | None, typer.Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
+        Path | None, Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
     ] = None
     allow: Annotated[
-        tuple[str, ...],
-        typer.Option(help="with --script: accept this difference from the preset: master_dtype=bfloat16"),
+        tuple[str, ...], Option(help="with --script: accept this difference from the preset: master_dtype=bfloat16")
     ] = ()
     resume: Annotated[
-        bool, typer.Option("--resume", help="with --script: resume the run in --output-dir from its newest checkpoint")
+        bool, Option("--resume", help="with --script: resume the run in --output-dir from its newest checkpoint")
     ] = False
-    max_restarts: Annotated[
-        int, typer.Option(help="restarts from the last checkpoint after a rank was killed or hung")
-    ] = 0
+    max_restarts: Annotated[int, Option(help="restarts from the last checkpoint after a rank was killed or hung")] = 0
 
     def __post_init__(self) -> None:
         limits = {

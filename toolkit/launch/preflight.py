@@ -3,8 +3,6 @@
 Nothing here imports torch. What only a rank can know (a hub model's weights, GPU memory) is checked there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -53,10 +51,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def check_run(run: TrainingRun) -> TrainingRun:
-    """Check everything but the output folder, which a comparison chooses itself.
-
-    Returns the run with its warnings and accumulation steps. Raises ToolkitError for the first problem.
-    """
+    """Check all but the output folder; return the run with warnings and steps. Raises ToolkitError for a problem."""
     job = run.job
     check_process_count(run)
     check_required(job, ("model_name_or_path", "dataset"))
@@ -91,10 +86,7 @@ def device_of(*, on_cpu: bool, ranks_per_gpu: int = 1, gpus: int | None = None) 
 
 
 def check_libraries(preset: PresetSpec, *, runs_script: bool) -> None:
-    """Raise ToolkitError, with the line to type, for a library that the ranks import and that is missing, or too old.
-
-    And for GPUs that are named in a way that it does not compile its ops for.
-    """
+    """Raise ToolkitError for a missing or old library of the ranks, and GPUs that its ops are not compiled for."""
     engine = preset.traits.libraries
     if runs_script:  # which may need other versions than our own script
         require(*TRAIN[:3], *engine)
@@ -111,9 +103,8 @@ def check_process_count(run: TrainingRun) -> None:
     if run.num_processes > LARGEST_NODE * run.nodes:
         raise ToolkitError(f"--num-processes is {run.num_processes:,}, expected {LARGEST_NODE:,} or less on one node")
     if run.device.ranks_per_gpu > 1 and not run.device.count:
-        raise ToolkitError(
-            "--ranks-per-gpu needs a GPU, and this run has none", hint="leave it out: on a CPU any number of ranks runs"
-        )
+        hint = "leave it out: on a CPU any number of ranks runs"
+        raise ToolkitError("--ranks-per-gpu needs a GPU, and this run has none", hint=hint)
     check_supported(run.preset, world_size=run.num_processes, device=run.device)
 
 
@@ -125,16 +116,12 @@ def check_required(job: Job, names: Sequence[str]) -> None:
 
 
 def check_model(name: str, *, revision: str | None = None, starts: bool = True) -> dict[str, Any]:
-    """Check that a model is a local folder with configuration and weights, or an id on the hub.
-
-    Returns its configuration: where nothing `starts`, the one that plans have of a model that they know by name.
-    """
+    """Check a model's folder, or its id on the hub; return its configuration (if nothing `starts`, the plan's)."""
     folder = Path(name)
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises for a name that is too long)
         if not (folder / "config.json").is_file():
-            raise ToolkitError(
-                f"model folder {name} has no config.json", hint="name the folder that `save_pretrained` wrote"
-            )
+            hint = "name the folder that `save_pretrained` wrote"
+            raise ToolkitError(f"model folder {name} has no config.json", hint=hint)
         config = read_config(folder / "config.json")
         check_weights(folder)
         return config
@@ -145,20 +132,14 @@ def check_model(name: str, *, revision: str | None = None, starts: bool = True) 
 
 
 def check_dataset(job: Job) -> int | None:
-    """Check each row of the local files of `--dataset`, and return the rows of an epoch.
-
-    None where that is not known: with a hub id, or a very long file.
-    """
+    """Check each row of the local files of `--dataset`, and return the rows of an epoch; None if not known."""
     rows = _rows_of(job, "dataset")
     known = [count for count in rows if count is not None]
     return sum(rows_per_epoch(known, job.dataset_weights or None)) if len(known) == len(rows) else None
 
 
 def check_chat_template(job: Job) -> None:
-    """Raise ToolkitError for a file of `--chat_template` that cannot be read, or is not a template.
-
-    What depends on the tokenizer and the rows is reported by the rank that tokenizes them.
-    """
+    """Raise ToolkitError for a file of `--chat_template` that cannot be read, or is not a template."""
     if job.chat_template is None:
         return
     from jinja2 import Environment, TemplateSyntaxError
@@ -195,10 +176,8 @@ def check_inputs_stay(folder: RunFolder, job: Job) -> None:
     path = Path(os.path.realpath(folder.path))
     places = {Path(path.anchor): "the root of the file system", user_path("~").resolve(): "the home folder"}
     if path in places:
-        raise ToolkitError(
-            f"output_dir {folder.path} is {places[path]}",
-            hint=f"name a folder of its own: `--output_dir {folder.path / 'out'}`",
-        )
+        hint = f"name a folder of its own: `--output_dir {folder.path / 'out'}`"
+        raise ToolkitError(f"output_dir {folder.path} is {places[path]}", hint=hint)
     for name in INPUTS:
         for given in as_list(job.value(name)):
             source = Path(os.path.realpath(str(given)))
@@ -241,10 +220,7 @@ def saved_bytes(job: Job, engine: Engine) -> int:
 
 
 def checkpoints_on_disk(job: Job) -> int:
-    """Return the largest number of checkpoints on disk at once: an old one is removed after the new one is complete.
-
-    Where the number of saves is not known before the data are read: `save_total_limit` + 1, or one.
-    """
+    """Return the most checkpoints on disk at once; without --max_steps `save_total_limit` + 1, or one."""
     if not job.saves_checkpoints:
         return 0
     limit, steps, every = job.save_total_limit or 0, job.max_steps, job.save_steps

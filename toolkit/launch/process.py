@@ -4,8 +4,6 @@ torch's elastic agent starts ranks in sessions of their own, so a process group 
 of a run has the run's id in its environment, and is found by it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import queue
@@ -41,8 +39,7 @@ CONSEQUENCES = (status.FAILED, status.INTERRUPTED)
 ROOT_CAUSE = "Root Cause (first observed failure)"
 _EXITED_BY_SIGNAL = re.compile(r"rank\s+: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode\s+: -(?P<number>\d+) ")
 _REFUSED = re.compile(r"exitcode\s+: 2 ")
-# The agent itself ends the other ranks with these.
-_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the agent itself ends the other ranks with these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,11 +213,7 @@ class RunResult:
 
 
 def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, log_start: int = 0) -> RunResult:
-    """Determine how the run ended, and write it to run.json and failure.json.
-
-    `oom_killed` says that the kernel killed a process for lack of memory meanwhile; `log_start` is the offset in
-    train.log at which this attempt's begins.
-    """
+    """Write to run.json and failure.json how a run ended; `log_start` is where its part of train.log begins."""
     text = folder.log.read_bytes()[log_start:].decode(errors="replace") if folder.log.exists() else ""
     failure = _find_failure(folder, ended, text, oom_killed=oom_killed)
     final_status: str = status.HOST_OUT_OF_MEMORY if oom_killed or is_out_of_memory(text) else status.FAILED
@@ -240,10 +233,7 @@ def record_result(folder: RunFolder, ended: ProcessResult, *, oom_killed: bool, 
         if failure is not None:
             write_json(folder.failure_json, failure)
         folder.update_run(
-            status=final_status,
-            exit_code=by_script or code,
-            wall_seconds=round(ended.seconds, 3),
-            launcher_pid=None,
+            status=final_status, exit_code=by_script or code, wall_seconds=round(ended.seconds, 3), launcher_pid=None
         )
     return RunResult(folder=folder, status=final_status, exit_code=code, seconds=ended.seconds, failure=failure)
 
@@ -282,7 +272,6 @@ def _find_failure(folder: RunFolder, ended: ProcessResult, log: str, *, oom_kill
 
 
 def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResult, log: str) -> dict[str, Any]:
-    """No rank could report: say what is known, and where to look."""
     refused = ended.exit_code == EXIT_INVALID_INPUT or _REFUSED.search(log.rpartition(ROOT_CAUSE)[2])
     printed = printed_errors(log) if refused and final_status == status.FAILED else []
     if printed:  # by a rank that refused its input before it had a run folder

@@ -3,8 +3,6 @@
 `toolkit train` does so before it starts the ranks; started otherwise, rank 0 does.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -41,10 +39,8 @@ class TrainingRun:
     num_processes: int
     device: Device = CPU
     nodes: int = 1
-    is_here: bool = True
-    """True if this node runs it; on another, a package that is missing here is a warning."""
-    starts: bool = True
-    """False for a plan of a run alone: a model that is known by name is then not asked for."""
+    is_here: bool = True  # True if this node runs it; on another, a package that is missing here is a warning
+    starts: bool = True  # False for a plan of a run alone: a model that is known by name is then not asked for
     nvme_path: str | None = None  # the disk to offload to, for a preset that does
     warnings: tuple[str, ...] = ()
     """One line for each argument that has no effect, and for each package that the job needs on another node."""
@@ -76,10 +72,7 @@ class TrainingRun:
         return replace(self, job=with_accumulation(self.job, data_parallel_size=groups, ranks_per_batch=shared_by))
 
     def differences(self, found: Manifest) -> dict[str, tuple[Any, Any]]:
-        """Return what makes a checkpoint not fit, with the values then and now; empty for one that is loaded as it is.
-
-        One of a model that was sharded at load fits every other such layout.
-        """
+        """Return what makes a checkpoint not fit, with the values then and now; empty where it is loaded as it is."""
         preset, here = self.preset, self.layout
         if found.sharded_at_load and preset.sharded_at_load:
             return {}
@@ -206,10 +199,7 @@ def remove_converted(output_dir: Path) -> None:
 
 
 def checkpoint_to_resume(job: Job) -> Checkpoint | None:
-    """Return the checkpoint of `--resume_from_checkpoint`: a folder, or the newest complete one of the run folder.
-
-    Raises ToolkitError for a folder that is no complete checkpoint.
-    """
+    """Return the checkpoint to resume: as named, or the newest. Raises ToolkitError for an incomplete one."""
     if not job.resumes:
         return None
     named = str(job.resume_from_checkpoint)
@@ -219,10 +209,7 @@ def checkpoint_to_resume(job: Job) -> Checkpoint | None:
 
 
 def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:
-    """Return True if another preset or number of processes wrote the checkpoint, such that its shards do not fit.
-
-    Raises ToolkitError for another global batch size.
-    """
+    """Return True if a checkpoint's shards do not fit. Raises ToolkitError for another global batch size."""
     if checkpoint.manifest is None or not run.differences(checkpoint.manifest):
         return False
     check_same_batch(checkpoint, run.global_batch_size)
@@ -230,11 +217,7 @@ def converts(checkpoint: Checkpoint, run: TrainingRun) -> bool:
 
 
 def convert_checkpoint(checkpoint: Checkpoint, run: TrainingRun, *, on_message: Callable[[str], None]) -> Path:
-    """Convert a checkpoint whose shards do not fit the run, and return the copy; the last value of a flag wins.
-
-    `toolkit checkpoint convert` runs as a child process: the launcher does not import torch, and a rank has its own.
-    Raises ToolkitError for a conversion that is not supported.
-    """
+    """Convert a checkpoint in a child process with torch, and return the copy. Raises ToolkitError if it fails."""
     manifest = checkpoint.manifest
     assert manifest is not None, "a checkpoint without one is not converted"
     remove_converted(run.output_dir)

@@ -3,14 +3,13 @@
 train.log keeps every line.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -33,8 +32,6 @@ _BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examp
 _WARNING = re.compile(r"(?:\S+: )?(?P<place>\S+\.py:\d+): (?P<kind>\w*Warning): ")
 # Of a library to those who write code against it.
 _DEPRECATIONS = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
-
-
 # A phase of rank 0 other than its steps (`toolkit.record.timeline`), and what the live line calls it.
 PHASES = {
     **{LAUNCH: "importing the libraries", "start": "importing the libraries", "arguments": "reading the arguments"},
@@ -83,7 +80,7 @@ class LiveLine:
         self.text, self.timeline, self.started = "", timeline, time.monotonic()
         self.live = Live(console=self.console, get_renderable=self._line, transient=True, redirect_stdout=False)
 
-    def __enter__(self) -> LiveLine:
+    def __enter__(self) -> Self:
         if self.is_live:
             self.live.start()
         return self

@@ -51,6 +51,7 @@ from toolkit.lint.named_files import (
     has_own_copy,
     imported_source,
     installing,
+    lint_tables,
     names_program,
     occurs,
     pinned_below,
@@ -617,15 +618,9 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
 # -- who reads Trainer arguments
 
 OUR_PROGRAMS = ("transformers", "trl", TOOLKIT)  # whose installed or pinned versions the rules know
-# Keys that hardly any script has unless it reads TrainingArguments.
-TRAINER_EVIDENCE = {
-    *("save_strategy", "eval_strategy", "evaluation_strategy", "logging_strategy", "save_total_limit", "ddp_timeout"),
-    *("per_device_eval_batch_size", "load_best_model_at_end", "overwrite_output_dir"),
-    *("do_train", "do_eval", "do_predict"),
-    *("bf16", "fp16", "tf32", "optim", "group_by_length", "remove_unused_columns", "save_only_model", "fsdp_config"),
-    *("per_device_train_batch_size", "dataloader_num_workers", "logging_first_step", "report_to", "output_dir"),
-    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last", "adam_beta2"),
-}
+TRAINER_EVIDENCE = set(
+    lint_tables()["trainer_evidence"]
+)  # what hardly any script has that does not read TrainingArguments
 
 
 # -- the kind of a file
@@ -637,19 +632,11 @@ FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys of what a run, or a model, has left: nobody reads these files as arguments.
 RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
 MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
-PROGRAM_NAMES = {
-    "axolotl": ("axolotl",),
-    "llama-factory": ("LLaMA-Factory", "LLaMA Factory", "llama-factory", "llamafactory", "llama_factory", "llmtuner"),
-    "ms-swift": ("ms-swift", "ms_swift", "swift sft", "swift pt", "swift rlhf"),
-}
+PROGRAM_NAMES: dict[str, Sequence[str]] = lint_tables()["program_names"]
 AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # a file with `data_path` instead is a script's
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
-SHARED_KEYS = {
-    *("debug", "use_cpu", "fsdp_config", "parallelism_config", "bf16", "fp16", "gradient_accumulation_steps"),
-    *("optimizer", "scheduler", "compile", "checkpoint", "pipeline", "commands", "activation_checkpointing", "wandb"),
-    *("tensorboard", "timers", "amp", "comet", "log_level"),
-}
+SHARED_KEYS = set(lint_tables()["shared_keys"])
 # Keys that a SkyPilot task has beside `run`.
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
 # Keys that only one library has, each enough to decide: the first library of these.

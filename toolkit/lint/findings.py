@@ -5,39 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from toolkit.convert.programs import program_schemas
 from toolkit.lint.document import Document
+from toolkit.lint.named_files import lint_tables
 
 LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 
 # The versions that the rules were checked with; a finding names its library's.
 CHECKED_VERSIONS = {
-    "accelerate": "1.15.0",
-    "deepspeed": "0.19.8",
-    "transformers": "5.23.0",
-    "peft": "0.21.2",
-    "pyyaml": "6.0.3",
-    "torch": "2.13.0",
+    **lint_tables()["checked_versions"],
     **{schema.distribution: schema.version for schema in program_schemas().values()},
-    "verl": "0.8.0",
-    "openrlhf": "0.11.0",
-    "slurm": "22.05",
-    "bash": "5.2",
 }
-
-
-# The versions from which on what the rules say is known to hold, where a rule does not name its own.
-OLDEST_VERSIONS = {
-    **{"accelerate": "0.30.0", "deepspeed": "0.14.0", "transformers": "4.31.0", "torch": "2.0.0", "trl": "0.20.0"},
-    **{"llamafactory": "0.9.0", "axolotl": "0.10.0", "ms-swift": "4.0.0", "verl": "0.5.0", "openrlhf": "0.9.0"},
-}
-
-# Versions that a project which asks for none may not have yet: what began there is said with its version.
-RECENT_VERSIONS = {
-    **{"transformers": "4.51.0", "trl": "0.16.0", "llamafactory": "0.9.4", "axolotl": "0.10.0", "ms-swift": "4.0.0"},
-    "deepspeed": "0.17.0",
-}
+OLDEST_VERSIONS, RECENT_VERSIONS = lint_tables()["oldest_versions"], lint_tables()["recent_versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +85,12 @@ class LintRule:
         return f"{self.library} {CHECKED_VERSIONS[self.library]}"
 
 
-def rule(
-    level: str,
-    *kinds: str,
-    library: str,
-    fix: str,
-    name: str | None = None,
-    removed_in: str | None = None,
-    for_every_program: bool = False,
-) -> Callable[[Check], LintRule]:
-    """Turn a check function into a LintRule of its name; every rule that a module of `rules` defines is run."""
+def rule(level: str, *kinds: str, name: str | None = None, **more: Any) -> Callable[[Check], LintRule]:
+    """Turn a check function into a LintRule of its name, with more of its fields; every rule that a module of `rules`
+    defines is run."""
 
     def make(check: Check) -> LintRule:
         rule_name = name or check.__name__.replace("_", "-")
-        return LintRule(
-            name=rule_name,
-            level=level,
-            kinds=kinds,
-            library=library,
-            fix=fix,
-            check=check,
-            removed_in=removed_in,
-            for_every_program=for_every_program,
-        )
+        return LintRule(name=rule_name, level=level, kinds=kinds, check=check, **more)
 
     return make

@@ -14,8 +14,11 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.paths import is_file
@@ -30,44 +33,20 @@ _TRAINER = re.compile(
     r"\bTrainingArguments\b|\b(?:transformers|trl)\.\w*Trainer\b"
     r"|\bfrom (?:transformers|trl)[\w.]* import (?:\([^)]*|[^\n]*)Trainer\b"
 )
-_REQUIREMENTS = (
-    *("*requir*.txt", "*constraint*.txt", "pyproject.toml", "setup.py", "setup.cfg", "*.lock"),
-    *("*env*.y*ml", "conda*.y*ml", "Dockerfile*", "*.[Dd]ockerfile", "Pipfile", "pixi.toml", "cog.yaml"),
-)
-# Of these the lines that install something count.
-_INSTRUCTIONS = ("README*", "*[Ii]nstall*.md", "INSTALL*", "*.sh", "Makefile", "*.ipynb")
+
+
+@functools.cache
+def lint_tables() -> Mapping[str, Any]:
+    """Return names and versions that the rules know, as `tables.yaml` lists them."""
+    return dict(yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8")))
+
+
+_REQUIREMENTS, _INSTRUCTIONS = lint_tables()["requirements"], lint_tables()["instructions"]
+_NEEDS, _OWN_COPIES = lint_tables()["needs"], lint_tables()["own_copies"]
 REQUIREMENT_LEVELS = 3  # of folders below a project's root: `azure/environments/`, `docker/gpu/`
 # Names of files that decide what a finding is.
 JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
-# What a library needs from a version of its own on: older versions of these exclude it.
-_NEEDS: dict[str, dict[str, dict[str, str]]] = {
-    "transformers": {
-        "4.51": {"trl": "0.12", "huggingface[_-]hub": "0.30", "tokenizers": "0.21"},  # with older TRL, DPO raises
-        "5": {
-            "trl": "0.24",
-            "(?:py)?torch": "2.4",
-            "huggingface[_-]hub": "1.0",
-            "tokenizers": "0.22",
-            "accelerate": "1.1",
-        },
-    },
-    "trl": {"0.21": {"transformers": "4.55.0"}, "0.27": {"transformers": "4.56.2"}},
-    "accelerate": {"0": {"transformers": "4.31"}},  # whose Trainer does not use it yet
-    "llamafactory": {"0.9": {"transformers": "4.41.2"}},
-}
-# A module of each library: a project that has it reads its files with a copy of its own.
-_OWN_COPIES = {
-    "transformers": "transformers/training_args.py",
-    "trl": "trl/trainer/",
-    "accelerate": "accelerate/commands/",
-    "deepspeed": "deepspeed/runtime/",
-    "llamafactory": "(?:llamafactory|llmtuner)/(?:hparams|extras)/",
-    "axolotl": "axolotl/(?:utils|cli)/",
-    "ms-swift": "swift/(?:llm|trainers|arguments|utils)/",
-    "verl": "verl/(?:trainer|workers)/",
-    "openrlhf": "openrlhf/(?:cli|trainer)/",
-}
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
@@ -101,6 +80,20 @@ def source_of(script: str, path: str) -> tuple[str, str]:
     file = find_named(name, path) or next(in_project, None) if script else None
     beside = sorted(file.parent.glob("*.py")) if file else []
     return _texts([file] if file else []), _texts([each for each in beside if each != file])
+
+
+def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
+    """Return the text of each script of a name that a project has, and that of the modules that it imports."""
+    name, folder = re.sub(r"^\$\{?\w+\}?/", "", script), Path(path).absolute().parent
+    named = find_named(name, path) if name.endswith(".py") else None
+    files = [*filter(None, [named]), *(each for each in project_files(folder) if each.name == Path(name).name)]
+    found = []
+    for file in dict.fromkeys(each.resolve() for each in files):
+        text = _texts([file])
+        stems = re.findall(r"^\s*(?:from|import)\s+[\w.]*?(\w+)\b(?![.\w])", text, re.MULTILINE)
+        beside = [each for each in sorted(file.parent.glob("*.py")) if each.stem in stems]
+        found.append((text, f"{imported_source(text, folder)}\n{_texts(beside)}"))
+    return found
 
 
 def project_files(folder: Path) -> tuple[Path, ...]:

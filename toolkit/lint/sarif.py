@@ -56,9 +56,8 @@ def _rule(name: str, result: LintResult) -> dict[str, Any]:
 
 def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
     subject = f"{finding.key}: " if finding.key else ""
-    place: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.file)}}
-    if finding.line is not None:
-        place["region"] = {"startLine": finding.line}
+    # A code host shows only results that have a line: sarif-sdk's rule GH1003. A key that is missing has none.
+    place = {"artifactLocation": {"uri": _uri(finding.file)}, "region": {"startLine": finding.line or 1}}
     return {
         "ruleId": finding.rule,
         "ruleIndex": rule_index,

@@ -25,8 +25,6 @@ layer saves its own bf16 copy of its input and of its weight. With adapters, the
 adapters' own weights are copied.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer, oft_fixed_bytes, rotations
@@ -72,23 +70,18 @@ class Activations:
     """Activation sizes of one model under one compute dtype and training method."""
 
     shape: ModelShape
-    autocast: bool = False
-    """True for trained weights in fp32 under autocast (DDP, one process); False where they are bf16 when used."""
+    autocast: bool = False  # trained weights in fp32 under autocast (DDP, one process), and not in bf16 when used
     lora_r: int | None = None
     fp32_residual: bool = False
     fp32_linears: bool = False  # bitsandbytes' 8 bits: inputs and outputs have the dtype of the residual stream
     """True where embeddings and norms are frozen in fp32 (`prepare_model_for_kbit_training`), and with them the
     residual stream."""
     lora_dropout: bool = False
-    dora_targets: tuple[str, ...] = ()
-    """The modules that DoRA adapts; none with LoRA."""
-    oft_targets: tuple[str, ...] = ()
-    """The modules that OFT rotates the inputs of, in blocks of `oft_block_size`."""
+    dora_targets: tuple[str, ...] = ()  # the modules that DoRA adapts; none with LoRA
+    oft_targets: tuple[str, ...] = ()  # the modules that OFT rotates the inputs of, in blocks of `oft_block_size`
     oft_block_size: int = 0
-    liger: bool = False
-    """True for Liger's norms and MLPs, in the architectures with formulas that it has them for."""
-    layout: ParallelLayout | None = None
-    """How ranks divide layers, whose part is in `shape` already, experts and sequences."""
+    liger: bool = False  # true for Liger's norms and MLPs, in the architectures with formulas that it has them for
+    layout: ParallelLayout | None = None  # how ranks divide layers (done in `shape`), experts and sequences
 
     @property
     def casts_weights(self) -> bool:
@@ -210,7 +203,7 @@ class Activations:
         `varlen` functions take the lengths of documents and a window in place of a mask.
         """
         if varlen or padded:
-            return "none" if varlen else "padding"
+            return ("flash" if self.shape.attention == "eager" else "none") if varlen else "padding"
         window = self.shape.sliding_window
         return "window" if window is not None and seq_length >= window else "none"
 
@@ -357,7 +350,6 @@ class Activations:
         return (4 + (normalised if self.lora_r is None else 0)) * width
 
     def _norms(self, kind: Layer) -> int:
-        """Norms of the hidden width, and those of query and key: in fp32, with one statistic for what is normed."""
         shape, hidden = self.shape, self.shape.hidden_size
         weights = (tensor for tensor in kind if len(tensor.shape) == 1 and tensor.name.endswith(".weight"))
         norms = [tensor for tensor in weights if not tensor.has_weight_decay]

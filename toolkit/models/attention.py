@@ -5,8 +5,6 @@ which no flash kernel accepts. Functions of variable length take the lengths of 
 document alone: flash attention, and `sdpa_varlen`, the toolkit's own (`toolkit/train/model/varlen_attention.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +12,8 @@ from typing import Any
 
 from toolkit.versions import attention_names, is_importable, model_class_flags
 
-AUTO = "auto"
-"""Chosen for packed rows; the model's default for others."""
-VARLEN = "sdpa_varlen"
-"""The toolkit's function: torch's `varlen_attn` on a GPU, one SDPA call per document elsewhere."""
+AUTO = "auto"  # chosen for packed rows; the model's default for others
+VARLEN = "sdpa_varlen"  # the toolkit's function: torch's `varlen_attn` on a GPU, one SDPA call per document elsewhere
 # A function of the hub's `kernels`: owner/name, with @revision and :function (transformers 5.23, `is_kernel`).
 KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?")
 # Version of flash attention -> its module and the package that installs it (transformers 5.23,
@@ -36,12 +32,10 @@ class ModelAttention:
     """What a model's attention works with, from its class in transformers and its configuration."""
 
     model_type: str
-    flash: bool
-    """It passes document lengths and sliding windows to the attention function, as flash attention needs them."""
+    flash: bool  # passes document lengths and sliding windows to the attention function, as flash attention needs them
     sdpa: bool
     flex: bool
-    named_flash: tuple[str, ...] = ()
-    """The only flash kernels that it works with, if its class names any: it has sinks, for example."""
+    named_flash: tuple[str, ...] = ()  # the only flash kernels that it works with, if its class names any
     softcap: bool = False  # it caps its scores
     chunks: bool = False  # a token attends to its own chunk of the row, which only a mask expresses
 

@@ -3,22 +3,16 @@
 transformers builds one module per layer, checks few values, and fetches an attention kernel that the file names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, did_you_mean
-from toolkit.files.documents import LOADER, read_json_object, unexpected
+from toolkit.files.documents import read_json_object, read_table, unexpected
 from toolkit.units import MIB
 
 CONFIG = "config.json"
-MODEL_TYPES: dict[str, dict[str, str]] = yaml.load(
-    Path(__file__).with_name("model_types.yaml").read_text(encoding="utf-8"), Loader=LOADER
-)
+MODEL_TYPES: dict[str, dict[str, str]] = read_table(__file__, "model_types")
 MISSING = object()
 # Word in a field's name -> largest value, about ten times that of the largest published models: anything above is a
 # typing error, or an attempt to exhaust the memory of whoever builds the model.
@@ -56,11 +50,8 @@ class ConfigFields:
 
     def fraction(self, name: str, *, default: float) -> float:
         """Return a number from 0 to 1."""
-
-        def is_fraction(value: Any) -> bool:
-            return type(value) in (int, float) and 0 <= value <= 1
-
-        return float(self._checked(name, is_fraction, "a number from 0 to 1", default))
+        expected = "a number from 0 to 1"
+        return float(self._checked(name, lambda x: type(x) in (int, float) and 0 <= x <= 1, expected, default))
 
     def text(self, *names: str, default: str) -> str:
         """Return the text under the first of the names that is present."""
@@ -117,10 +108,8 @@ def read_config(path: Path) -> dict[str, Any]:
                 if size is not None:
                     check_size(str(path), key, size)
         elif key in _ATTENTION and "/" in str(value):
-            raise ToolkitError(
-                f"{path}: {key} is {str(value)[:80]!r}, which names code on the hub; nothing was loaded",
-                hint="remove it, or name one of transformers' own: sdpa, eager, flash_attention_2",
-            )
+            what = f"{path}: {key} is {str(value)[:80]!r}, which names code on the hub; nothing was loaded"
+            raise ToolkitError(what, hint="remove it, or name one of transformers' own: sdpa, eager, flash_attention_2")
     return config
 
 

@@ -11,8 +11,6 @@ rows twice as long. A third length is run for a model with a storage that does n
 the same, except the first layer, so only as many layers are run as it takes to meet each kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -44,14 +42,16 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from toolkit.models.fake_tensors import LiveMemory, as_on_gpu
-from toolkit.models.kernel_stand_ins import with_kernels
+from toolkit.models.fake_tensors import LiveMemory, as_on_gpu, with_kernels
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import COUNTING_CPU_SECONDS, REFUSED, SAME_TENSORS
 from toolkit.models.shape import COUNTED_PARTS, TOWER
+from toolkit.versions import model_class_flags
 
 LINEAR = (torch.nn.Linear, Conv1D)  # what peft means by `all-linear`, and what bitsandbytes quantizes
 ROUTER = re.compile("router$", re.IGNORECASE)
@@ -63,10 +63,8 @@ NO_WINDOW = 1 << 20
 RANKS = (8, 16)  # LoRA ranks: what adapters save is linear in the rank
 OUTSIDE, LOGITS, PEAK = "outside", "logits", "peak"
 Row = dict[str, Any]
-Coefficients = list[Any]
-"""Constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`."""
-Storages = dict[int, int]
-"""Bytes of each storage by its number in the order of a pass."""
+Coefficients = list[Any]  # constant bytes, bytes per token, bytes per token and position: the fields of `SavedBytes`
+Storages = dict[int, int]  # bytes of each storage by its number in the order of a pass
 
 
 def main(argv: list[str]) -> None:
@@ -124,7 +122,7 @@ def describe_activations(config: Any, kinds: list[str]) -> dict[str, Any]:
     """Return what forward passes on fake tensors save; no rows, and the reason, for a model that cannot run so."""
     rows, reason = [], None
     try:
-        rows = _rows_of_both(config, kinds)
+        rows = [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
     except Exception as error:  # whatever an arbitrary architecture does with values that are not there
         signal.setitimer(signal.ITIMER_PROF, 0)
         reason = _first_line(error)
@@ -261,10 +259,6 @@ def _first_integer(config: Any, *names: str) -> int | None:
     return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
-def _rows_of_both(config: Any, kinds: list[str]) -> list[Row]:
-    return [row for autocast in (False, True) for row in _rows(config, kinds, autocast=autocast)]
-
-
 def decoder_layers(model: Any) -> dict[str, Any]:
     """Return the modules that are never split, by name: FSDP2 wraps them, activation checkpointing recomputes them."""
     classes = set(model._no_split_modules or ())
@@ -283,7 +277,6 @@ def check_layers(model: Any) -> None:
 
 
 def _kind_of_each_layer(model: Any) -> list[str]:
-    """Each layer's tensors and its type in the configuration, as text."""
     layers = list(decoder_layers(model).values())
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     tensors = (str([(name, tuple(p.shape)) for name, p in layer.named_parameters()]) for layer in layers)
@@ -349,6 +342,16 @@ def _rows(config: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
         yield {"autocast": autocast, "per_rank": True, "lora": True, "mask": "none"} | slope | {"logit_bytes": 0}
 
 
+def _flash(_module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: Any = None, **_: Any) -> Any:
+    """Attention that saves no scores, in the place of a kernel; its window and sinks save nothing either."""
+    how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **how).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("flash", _flash)
+ALL_MASK_ATTENTION_FUNCTIONS.register("flash", lambda *_, **__: None)
+
+
 def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[Row]:
     """The backward peak is counted without a mask only: a mask does not change it."""
     unmasked = _count(model, kinds, "none", autocast=autocast)
@@ -357,6 +360,11 @@ def _rows_by_mask(model: Any, kinds: list[str], *, autocast: bool) -> Iterator[R
     for mask in ("padding", "window") if has_window else ("padding",):
         row = _count(model, kinds, mask, autocast=autocast, peaks=False)
         yield {"mask": mask} | row | {"backward": unmasked["backward"]}
+    flags = model_class_flags(model.config.model_type) or {}
+    by_name = flags.get("_supports_attention_backend") and flags.get("_supports_flash_attn")
+    if model.config._attn_implementation == "eager" and by_name:
+        model.config._attn_implementation = "flash"
+        yield {"mask": "flash"} | _count(model, kinds, "none", autocast=autocast)
 
 
 def _build(config: Any, kinds: list[str], dtype: torch.dtype) -> Any:

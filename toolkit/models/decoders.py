@@ -1,15 +1,17 @@
-"""Tensors of decoders by formula. Those that follow Llama's layout are one line of differences each in `LLAMA_FAMILY`.
+"""Tensors of decoders by formula: those like Llama by their differences, others module by module (`decoders.yaml`).
 
 `tests/models/test_read_model.py` compares every architecture with transformers, tensor by tensor.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.files.documents import read_table
 from toolkit.models.config_fields import MISSING, ConfigFields
-from toolkit.models.shape import ROUTER, Layer, ModelShape, Tensor, layer_norm, linear
+from toolkit.models.families import evaluate
+from toolkit.models.shape import ROUTER, Layer, ModelShape, Tensor, linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +22,8 @@ class LlamaVariant:
     output_bias: str | bool = False
     mlp_bias: str | bool = False
     qk_norm: str | None = None  # `head`: as wide as one head; `full`: as wide as all heads together
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm_parts: tuple[str, ...] = ("weight",)
+    norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm")
+    norm_parts: Sequence[str] = ("weight",)
     final_norm: bool = True
     head_dim: int | None = None  # default where the configuration gives none; None: hidden size over heads
     num_kv_heads: int | None = None  # default where the configuration gives none; None: as many as attention heads
@@ -30,39 +32,13 @@ class LlamaVariant:
     experts: str | None = None  # `mixtral`, `qwen2_moe` or `qwen3_moe`
     attention: str = "sdpa"
     activation: str = "silu"
-    unsupported_flags: tuple[str, ...] = ()
-    """Options that change the tensors in ways not covered here: transformers builds the model then."""
+    unsupported_flags: Sequence[str] = ()  # change the tensors in other ways: transformers builds the model then
 
 
-BIAS = "attention_bias"
-LLAMA = LlamaVariant(qkv_bias=BIAS, output_bias=BIAS, mlp_bias="mlp_bias")
-ATTENTION_BIASES = replace(LLAMA, mlp_bias=False)
-GEMMA = replace(ATTENTION_BIASES, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
-GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-QWEN3 = replace(ATTENTION_BIASES, qk_norm="head")
-LLAMA_FAMILY = {
-    "llama": LLAMA,
-    "granite": LLAMA,
-    "smollm3": replace(LLAMA, num_kv_heads=4, tied=True),
-    "mistral": LlamaVariant(num_kv_heads=8),
-    "qwen2": LlamaVariant(qkv_bias=True, num_kv_heads=32),
-    "qwen3": replace(QWEN3, head_dim=128, num_kv_heads=32),
-    "gemma": replace(GEMMA, num_kv_heads=16),
-    "gemma2": replace(GEMMA, num_kv_heads=4, norms=GEMMA_NORMS, attention="eager"),
-    "gemma3_text": replace(GEMMA, num_kv_heads=4, norms=GEMMA_NORMS, qk_norm="head"),
-    "mixtral": LlamaVariant(num_kv_heads=8, experts="mixtral"),
-    "qwen2_moe": LlamaVariant(qkv_bias="qkv_bias", num_kv_heads=16, experts="qwen2_moe"),
-    "qwen3_moe": replace(QWEN3, num_kv_heads=4, experts="qwen3_moe"),
-    "phi3": LlamaVariant(fused=True),
-    "olmo": replace(ATTENTION_BIASES, norms=(), final_norm=False),
-    "olmo2": replace(ATTENTION_BIASES, qk_norm="full", norms=(GEMMA_NORMS[1], GEMMA_NORMS[3])),
-    "stablelm": LlamaVariant(
-        qkv_bias="use_qkv_bias",
-        norm_parts=("weight", "bias"),
-        num_kv_heads=32,
-        unsupported_flags=("qk_layernorm", "use_parallel_residual"),
-    ),
-}
+_TABLES: dict[str, dict[str, Any]] = read_table(__file__)
+LLAMA_FAMILY = {name: LlamaVariant(**row) for name, row in _TABLES["llama_family"].items()}
+OTHER_DECODERS = _TABLES["others"]
+WITH_BIAS = ("norm", "conv1d", "biased", "biased_head")
 
 
 def shape_from_config(fields: ConfigFields) -> ModelShape | None:
@@ -73,8 +49,7 @@ def shape_from_config(fields: ConfigFields) -> ModelShape | None:
     model_type = str(fields.values.get("model_type"))
     if model_type in LLAMA_FAMILY:
         return llama_shape(model_type, fields)
-    other = OTHER_DECODERS.get(model_type)
-    return None if other is None else other(fields)
+    return other_shape(model_type, fields) if model_type in OTHER_DECODERS else None
 
 
 def types_with_formulas() -> list[str]:
@@ -234,122 +209,45 @@ def sliding_window(model_type: str, fields: ConfigFields, *, num_layers: int) ->
     return (window, sliding) if sliding else (None, 0)
 
 
-def _plain(
-    model_type: str,
-    fields: ConfigFields,
-    *,
-    mlp: str,
-    mlp_default: int | None = None,
-    kv: bool = False,
-    tied: bool = False,
-    activation: tuple[str, str],
-    dropout: tuple[str, float],
-) -> ModelShape:
-    """Sizes of a model with identical layers, no gates and no experts; fields with defaults, and no tensors yet."""
+def other_shape(model_type: str, fields: ConfigFields) -> ModelShape | None:
+    """Return the shape of a decoder of `OTHER_DECODERS`; None if the configuration has an unsupported option.
+
+    Raises ToolkitError for a field that is missing or invalid.
+    """
+    rows = OTHER_DECODERS[model_type]
+    if any(fields.values.get(flag) for flag in rows.get("unsupported", ())):
+        return None
     hidden, heads = fields.size("n_embd", "hidden_size"), fields.size("n_head", "num_attention_heads")
-    return ModelShape(
+    mlp_default, (activation, dropout) = rows.get("mlp_default"), (rows["activation"], rows["dropout"])
+    shape = ModelShape(
         model_type=model_type,
         num_layers=fields.size("n_layer", "num_hidden_layers"),
         hidden_size=hidden,
-        intermediate_size=fields.size(mlp, default=MISSING if mlp_default is None else mlp_default * hidden),
+        intermediate_size=fields.size(rows["mlp"], default=mlp_default * hidden if mlp_default else MISSING),
         num_attention_heads=heads,
-        num_kv_heads=fields.kv_heads(heads) if kv else heads,
+        num_kv_heads=fields.kv_heads(heads) if rows.get("kv") else heads,
         head_dim=ConfigFields({}, fields.source).head_dim(hidden, heads),
         vocab_size=fields.size("vocab_size"),
         gated_mlp=False,
-        tied_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        tied_embeddings=fields.flag("tie_word_embeddings", default=rows.get("tied", False)),
         layers=(),
         outer=(),
         activation=fields.text(activation[0], default=activation[1]),
         dropout=fields.fraction(dropout[0], default=dropout[1]) > 0,
     )
-
-
-def _with_tensors(size: ModelShape, layer: Layer, embeddings: dict[str, int], *rest: Tensor) -> ModelShape:
-    """The model with this layer throughout; `embeddings` has the rows of each."""
-    tables = (Tensor(name=f"{name}.weight", shape=(rows, size.hidden_size)) for name, rows in embeddings.items())
-    return replace(size, layers=(layer,) * size.num_layers, outer=(*tables, *rest))
-
-
-def _conv1d(name: str, rows: int, columns: int) -> Layer:
-    """GPT-2's linear layer, stored transposed: (in, out)."""
-    return (Tensor(name=f"{name}.weight", shape=(rows, columns)), Tensor(name=f"{name}.bias", shape=(columns,)))
-
-
-def _gpt2(fields: ConfigFields) -> ModelShape | None:
-    activation, dropout = ("activation_function", "gelu_new"), ("resid_pdrop", 0.1)
-    size = _plain("gpt2", fields, mlp="n_inner", mlp_default=4, tied=True, activation=activation, dropout=dropout)
-    hidden = size.hidden_size
-    layer = (
-        *layer_norm("ln_1", hidden),
-        *_conv1d("attn.c_attn", hidden, 3 * hidden),
-        *_conv1d("attn.c_proj", hidden, hidden),
-        *layer_norm("ln_2", hidden),
-        *_conv1d("mlp.c_fc", hidden, size.intermediate_size),
-        *_conv1d("mlp.c_proj", size.intermediate_size, hidden),
-    )
-    positions = fields.size("n_positions", "max_position_embeddings")
-    embeddings = {"transformer.wte": size.vocab_size, "transformer.wpe": positions}
-    return _with_tensors(size, layer, embeddings, *layer_norm("transformer.ln_f", hidden), *_head("lm_head", size))
-
-
-def _phi(fields: ConfigFields) -> ModelShape | None:
-    if fields.values.get("qk_layernorm"):
+    is_wide = any(fields.size(name, default=hidden) != hidden for name in rows.get("one_width", ()))
+    if is_wide or not all(fields.flag(name, default=True) for name in rows.get("required", ())):
         return None
-    activation, dropout = ("hidden_act", "gelu_new"), ("resid_pdrop", 0.0)
-    size = _plain("phi", fields, mlp="intermediate_size", kv=True, activation=activation, dropout=dropout)
-    hidden, keys = size.hidden_size, size.num_kv_heads * size.head_dim
-    projections = (("q", hidden), ("k", keys), ("v", keys))
-    layer = (
-        *(part for name, rows in projections for part in linear(f"self_attn.{name}_proj", rows, hidden, bias=True)),
-        *linear("self_attn.dense", hidden, hidden, bias=True),
-        *linear("mlp.fc1", size.intermediate_size, hidden, bias=True),
-        *linear("mlp.fc2", hidden, size.intermediate_size, bias=True),
-        *layer_norm("input_layernorm", hidden),
-    )
-    head = linear("lm_head", size.vocab_size, hidden, bias=True)
-    outer = (*layer_norm("model.final_layernorm", hidden), *(head[1:] if size.tied_embeddings else head))
-    return _with_tensors(size, layer, {"model.embed_tokens": size.vocab_size}, *outer)
+    sizes = {"hidden": hidden, "mlp": shape.intermediate_size, "vocab": shape.vocab_size}
+    sizes["keys"] = shape.num_kv_heads * shape.head_dim
+    sizes["positions"] = fields.size(*rows["positions"]) if "positions" in rows else 0
 
+    def tensors(part: str) -> Iterator[Tensor]:
+        for kind, name, *terms in map(str.split, rows[part].splitlines()):
+            widths = tuple(evaluate(term, sizes) for term in terms)
+            if "head" not in kind or not shape.tied_embeddings:
+                yield Tensor(name=f"{name}.weight", shape=widths)
+            if kind in WITH_BIAS or (kind == "attention" and fields.flag("attention_bias", default=True)):
+                yield Tensor(name=f"{name}.bias", shape=widths[1:] if kind == "conv1d" else widths[:1])
 
-def _gpt_neox(fields: ConfigFields) -> ModelShape | None:
-    activation, dropout = ("hidden_act", "gelu"), ("hidden_dropout", 0.0)
-    size = _plain("gpt_neox", fields, mlp="intermediate_size", activation=activation, dropout=dropout)
-    hidden, bias = size.hidden_size, fields.flag("attention_bias", default=True)
-    layer = (
-        *layer_norm("input_layernorm", hidden),
-        *layer_norm("post_attention_layernorm", hidden),
-        *linear("attention.query_key_value", 3 * hidden, hidden, bias=bias),
-        *linear("attention.dense", hidden, hidden, bias=bias),
-        *linear("mlp.dense_h_to_4h", size.intermediate_size, hidden, bias=True),
-        *linear("mlp.dense_4h_to_h", hidden, size.intermediate_size, bias=True),
-    )
-    embeddings, norm = {"gpt_neox.embed_in": size.vocab_size}, layer_norm("gpt_neox.final_layer_norm", hidden)
-    return _with_tensors(size, layer, embeddings, *norm, *_head("lm_head", size))
-
-
-def _opt(fields: ConfigFields) -> ModelShape | None:
-    """The layout of 125M and of 1.3B and above: pre-norm, one width, biases; None for the others."""
-    activation, dropout = ("activation_function", "relu"), ("dropout", 0.1)
-    size = _plain("opt", fields, mlp="ffn_dim", tied=True, activation=activation, dropout=dropout)
-    hidden, required = size.hidden_size, ("enable_bias", "do_layer_norm_before", "layer_norm_elementwise_affine")
-    one_width = fields.size("word_embed_proj_dim", default=hidden) == hidden
-    is_known = one_width and all(fields.flag(name, default=True) for name in required)
-    if not is_known or fields.values.get("_remove_final_layer_norm"):
-        return None
-    layer = (
-        *(part for name in "kvq" for part in linear(f"self_attn.{name}_proj", hidden, hidden, bias=True)),
-        *linear("self_attn.out_proj", hidden, hidden, bias=True),
-        *layer_norm("self_attn_layer_norm", hidden),
-        *linear("fc1", size.intermediate_size, hidden, bias=True),
-        *linear("fc2", hidden, size.intermediate_size, bias=True),
-        *layer_norm("final_layer_norm", hidden),
-    )
-    # its position embedding starts after the padding index
-    positions = fields.size("max_position_embeddings") + 2
-    embeddings = {"model.decoder.embed_tokens": size.vocab_size, "model.decoder.embed_positions": positions}
-    norm = layer_norm("model.decoder.final_layer_norm", hidden)
-    return _with_tensors(size, layer, embeddings, *norm, *_head("lm_head", size))
-
-
-OTHER_DECODERS = {"gpt2": _gpt2, "phi": _phi, "gpt_neox": _gpt_neox, "opt": _opt}
+    return replace(shape, layers=(tuple(tensors("layer")),) * shape.num_layers, outer=tuple(tensors("outer")))

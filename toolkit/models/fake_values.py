@@ -11,8 +11,6 @@ positions of a batch have their true values. What follows from weights has none;
 read such values to log them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import sys
@@ -53,10 +51,8 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: Any = WeakIdKeyDictionary()
-        """The values of fake tensors that follow from the batch alone."""
-        self.made_up: Counter[str] = Counter()
-        """How often each answer was made up, by what and where."""
+        self.known: Any = WeakIdKeyDictionary()  # the values of fake tensors that follow from the batch alone
+        self.made_up: Counter[str] = Counter()  # how often each answer was made up, by what and where
 
     def know(self, fake: torch.Tensor, values: torch.Tensor) -> None:
         """Give a fake tensor values."""
@@ -108,7 +104,6 @@ class ValueAnswers(TorchDispatchMode):  # type: ignore[misc]
         return False, None
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute the values of a result that follow from known ones, and forget those that were overwritten."""
         fakes = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         computed, values = False, None
         if fakes and all(fake.numel() <= LARGEST_KNOWN and fake.device.type == "cpu" for fake in fakes):
@@ -203,7 +198,5 @@ def unanswered(error: BaseException) -> ToolkitError | None:
     if frames:
         place = _place(frames[-1].filename, frames[-1].lineno or 0)
         text = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
-    return ToolkitError(
-        f"{place}: {what} that fake tensors do not have" + (f": `{text[:120]}`" if text else ""),
-        hint=WITHOUT_TRACE,
-    )
+    message = f"{place}: {what} that fake tensors do not have" + (f": `{text[:120]}`" if text else "")
+    return ToolkitError(message, hint=WITHOUT_TRACE)

@@ -8,8 +8,6 @@ used. What its layers save is scaled from the nearest counted size, by the width
 writes it): by these, the configuration that a hub or a fine-tune stores is known to be of the same model.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -86,7 +84,6 @@ def differing(values: Values, folder: Path) -> list[str]:
 
 
 def _with_vocabulary(values: Values, folder: Path) -> dict[str, Any] | None:
-    """What would be counted of a model that differs from a counted one in its number of tokens alone."""
     different = differing(values, folder) if (folder / FIELDS).exists() else []
     size = fields(nested(values)).get(different[0]) if len(different) == 1 else None
     if type(size) is not int or not different[0].endswith("vocab_size"):
@@ -104,11 +101,6 @@ def decides(path: str) -> bool:
     """Return True for a field that may decide dimensions; numbers of layers decide how many layers there are."""
     name = path.rpartition(".")[2]
     return not (name in NO_DIMENSIONS or name in DEPTHS or name in (*FIRST_LAYERS, TIED) or HARMLESS.search(name))
-
-
-def is_size(path: str, value: Any) -> bool:
-    """Return True for a size that `tests/scripts/family_terms.py` doubles."""
-    return type(value) is int and value > 0 and decides(path)
 
 
 def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any], str] | None:
@@ -135,7 +127,6 @@ def family_count(values: Values, counted: Iterable[Path]) -> tuple[dict[str, Any
 
 
 def _with_activations(result: dict[str, Any], same: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """A model with the activations of the nearest of the counted sizes, scaled; and the name of that size."""
     nearest = min(same, key=lambda each: abs(math.log(_width(result) / _width(_counted(each)))))
     rows = [_scaled(row, result, _counted(nearest)) for row in _counted(nearest)["activations"]]
     return result | {"activations": rows}, nearest.name
@@ -305,7 +296,6 @@ def _kinds(new: Values, old: Values, kinds: Sequence[int]) -> list[int] | None:
 
 
 def _widths(layer: Sequence[Row], counted: Values) -> float:
-    """Columns and rows of the matrices that a token passes through, and norms."""
     share = (counted["experts_per_token"] or 0) if counted["num_experts"] else 0
     total = 0.0
     for _, shape, _ in layer:

@@ -4,8 +4,6 @@ A multiply-add is two operations. Norms, activation functions, softmax and the o
 published figures (PaLM, appendix B, https://arxiv.org/abs/2204.02311).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.models.shape import ModelShape
@@ -16,10 +14,8 @@ class TokenFlops:
     """Operations of one token in a training step, averaged over a sequence."""
 
     dense_forward: int  # 2 per parameter that the token passes through
-    attention_forward: int
-    """Scores and weighted values: 4 · layers · width · length; half of it if only the causal half is counted."""
-    dense_backward: int
-    """2 per parameter for the gradient of its input, and 2 per trained parameter for its own gradient."""
+    attention_forward: int  # scores and weighted values: 4 · layers · width · length, or half of it for the causal half
+    dense_backward: int  # 2 per parameter for the gradient of its input, 2 per trained parameter for its own gradient
     attention_backward: int
     recomputed: int = 0  # activation checkpointing: one more forward pass, of selective one without attention
     attention_recomputed: int = 0  # of it

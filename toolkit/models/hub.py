@@ -1,7 +1,5 @@
 """A hub model's config.json, by the standard library alone: planning a model needs no client of the hub."""
 
-from __future__ import annotations
-
 import os
 import re
 import urllib.error
@@ -39,10 +37,8 @@ def token_file() -> Path:
 
 def no_such_model(name: str) -> ToolkitError:
     """Return the error for a name that can be neither a folder nor a hub id."""
-    return ToolkitError(
-        f"model {shown(name, limit=MAX_SHOWN_PATH)} is neither a folder nor a hub id",
-        hint="a hub id looks like `owner/name`; a folder must exist",
-    )
+    what = f"model {shown(name, limit=MAX_SHOWN_PATH)} is neither a folder nor a hub id"
+    return ToolkitError(what, hint="a hub id looks like `owner/name`; a folder must exist")
 
 
 def download_config(model: str, *, revision: str | None = None) -> Path:
@@ -98,10 +94,8 @@ def _get(address: str) -> str:
 
 def hub_unreachable(model: str, why: str = "") -> ToolkitError:
     """Return the error for a model that neither the hub nor a cache gives."""
-    return ToolkitError(
-        f"{model!r} is not a folder here, the hub cannot be reached{why}, and the model is not in the hub's cache",
-        hint=f"name a local folder that holds the model's {CONFIG}",
-    )
+    what = f"{model!r} is not a folder here, the hub cannot be reached{why}, and the model is not in the hub's cache"
+    return ToolkitError(what, hint=f"name a local folder that holds the model's {CONFIG}")
 
 
 def hub_refusal(model: str, reason: str | None, status: int, *, address: str, revision: str = "main") -> ToolkitError:

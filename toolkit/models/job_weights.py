@@ -1,7 +1,5 @@
 """The tensors of a job: what is trained, what is frozen, and how it is stored."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +12,7 @@ from toolkit.models.vision_tower import is_of_images
 
 FP32_BYTES = 4
 FP32_BITS = 32
-TensorCounts = tuple[tuple[Tensor, int], ...]
-"""Tensors with the number of times that the model has each."""
+TensorCounts = tuple[tuple[Tensor, int], ...]  # tensors with the number of times that the model has each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +21,8 @@ class QuantizedBase:
 
     bits: int = 4
     double_quantization: bool = True
-    upcast_rest: bool = False
-    """What is not quantized is held in fp32."""
-    experts: bool = True
-    """Fused experts are quantized like linear layers."""
+    upcast_rest: bool = False  # what is not quantized is held in fp32
+    experts: bool = True  # fused experts are quantized like linear layers
     shards: bool = True
     """4-bit weights are stored in a floating dtype; accelerate leaves those in uint8 out of FSDP2's sharding."""
 
@@ -43,8 +38,7 @@ class JobWeights:
     outer_adapters: Layer = ()
     in_4bit: TensorCounts = ()  # weights that bitsandbytes quantizes, before they are packed; also those of 8 bits
     base: QuantizedBase | None = None
-    frozen_tower: bool = False
-    """The encoder of images and its projector are not trained."""
+    frozen_tower: bool = False  # the encoder of images and its projector are not trained
 
     @cached_property
     def trained(self) -> TensorCounts:

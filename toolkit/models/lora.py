@@ -9,8 +9,6 @@ none. For architectures with formulas, the adapters are worked out here; for all
 `tests/models/test_lora.py` compares all of it with the adapters that peft makes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -99,10 +97,9 @@ def oft_fixed_bytes(rotations_of_layer: Layer, element_bytes: int) -> int:
 def check_adapted_modules(shape: ModelShape, targets: tuple[str, ...], *, method: str) -> None:
     """Raise ToolkitError for what peft adapts with LoRA alone: fused experts, and for OFT `Conv1D`."""
     if any(tensor.is_expert for kind in shape.layer_kinds for tensor in lora_layer(shape, kind, 1, targets)):
-        raise ToolkitError(
-            f"{method} does not adapt the experts of {shape.model_type}: peft refuses parameters without a module",
-            hint="name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`",
-        )
+        what = f"{method} does not adapt the experts of {shape.model_type}: peft refuses parameters without a module"
+        hint = "name the linear layers of attention: `--lora-target-modules q_proj --lora-target-modules v_proj`"
+        raise ToolkitError(what, hint=hint)
     if method == "OFT" and any(tensor.name in TRANSPOSED for kind in shape.layer_kinds for tensor in kind):
         message = f"OFT does not adapt {shape.model_type}: peft rotates inputs of `nn.Linear`, and not of `Conv1D`"
         raise ToolkitError(message, hint="`--lora-r 16`")
@@ -149,9 +146,8 @@ def check_lora_targets(shape: ModelShape, targets: tuple[str, ...]) -> None:
     if not chosen:
         linear = (tensor.name for kind in shape.layer_kinds for tensor in kind if tensor.is_linear_weight)
         known = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in linear})
-        raise ToolkitError(
-            f"no linear layer of {shape.model_type} is named {', '.join(names)}", hint=f"one of {', '.join(known)}"
-        )
+        what = f"no linear layer of {shape.model_type} is named {', '.join(names)}"
+        raise ToolkitError(what, hint=f"one of {', '.join(known)}")
 
 
 def _chosen(shape: ModelShape, adapters: Iterable[Adapter], rank: int, targets: tuple[str, ...]) -> Layer:
@@ -166,7 +162,6 @@ def _matches(name: str, targets: Collection[str]) -> bool:
 
 
 def _parameter_names(shape: ModelShape, targets: tuple[str, ...]) -> list[str]:
-    """The targets by the names that they have under transformers 5."""
     renamed = _renamed_targets(shape)
     old_names = {target: next((old for old in renamed if _matches(target, (old,))), None) for target in targets}
     given = {old for old in old_names.values() if old is not None}

@@ -5,8 +5,6 @@ QLoRA, Dettmers et al., https://arxiv.org/abs/2305.14314, section 3.
 The packed tensors are sharded and gathered like others; the constants are whole on every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

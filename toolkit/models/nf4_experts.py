@@ -11,8 +11,6 @@ without a word. Autograd would keep the decoded weights of all layers until the 
 place in the packed weight, which the backward decodes again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -9,20 +9,19 @@ optimizer of transformers runs too, and is neither planned nor verified by name:
 Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and torchao 0.18.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+from toolkit.files.documents import read_table
 
 FP32_BYTES = 4
 # bitsandbytes and torchao leave smaller tensors in fp32 (`min_8bit_size`; torchao, `_AdamBase._new_buffer`).
 MIN_QUANTIZED_ELEMENTS = 4096
 # Elements that share one fp32 scale: bitsandbytes' `blocksize`; torchao's, as transformers sets it for 4 and 8 bits.
 BLOCK_ELEMENTS = 256
-# The toolkit's own name: transformers has no Muon.
-MUON = "muon"
+MUON = "muon"  # the toolkit's own name: transformers has no Muon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +40,7 @@ class UpdatedTensor:
         return math.prod(self.shape)
 
 
-_States = Callable[[UpdatedTensor], dict[str, int]]
-"""Bytes of the states of one tensor, by dtype."""
+_States = Callable[[UpdatedTensor], dict[str, int]]  # bytes of the states of one tensor, by dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,20 +184,7 @@ _ALL = (
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {spec.optim: spec for spec in _ALL}
 """By name in `TrainingArguments.optim`, the Trainer's default first."""
 DEFAULT_OPTIMIZER = _ALL[0].optim
-# Beginning of a name in `--optim` -> why its states are not planned. Sources: galore-torch 1.0, apollo-torch 1.0.3,
-# schedulefree 1.4.1, grokadamw 0.1.2, and `trainer_optimizer.py` of transformers 5.23.
-NOT_PLANNED: Mapping[str, str] = {
-    "galore": "layerwise, it steps in the backward pass of one process, without accumulation",
-    "apollo": "layerwise, it steps in the backward pass of one process, without accumulation",
-    "grokadamw": "it moves its three states to the host and back in each step",
-    "lomo": "it updates each weight in the backward pass, without an optimizer step",
-    "adalomo": "it updates each weight in the backward pass, without an optimizer step",
-    "stable_adamw": "the dtypes of its states follow `kahan_sum` in `--optim_args`",
-    "adamw_anyprecision": "the dtypes of its states are those of `--optim_args`, bf16 by default",
-    "adamw_torch_xla": "it is for TPUs",
-    "adamw_torch_npu_fused": "it is for Ascend NPUs",
-    "dion": "transformers has no such optimizer",
-}
+NOT_PLANNED: Mapping[str, str] = read_table(__file__, "not_planned")
 
 
 def why_not_planned(optim: str) -> str | None:

@@ -7,8 +7,6 @@ on the configuration, on the counting code and on the installed libraries only, 
 takes too long, another size of the same family that was counted is scaled (`toolkit.models.families`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -40,9 +38,8 @@ from toolkit.versions import installed_version, model_types
 KNOWN = Path(__file__).with_name("known")
 COUNTING_SECONDS = 300
 COUNTING_CPU_SECONDS = 30  # imports included; linear attention in Python would take longer
-REFUSED = "refused: "
-"""Start of the line in which the child process says why it cannot count."""
-COUNTING_MODULES = ("count_from_transformers", "fake_tensors", "kernel_stand_ins")
+REFUSED = "refused: "  # start of the line in which the child process says why it cannot count
+COUNTING_MODULES = ("count_from_transformers", "fake_tensors")
 COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 TUNING, STORED = ({*words.split()} for words in MODEL_TYPES["words_of_names"].values())
@@ -117,7 +114,6 @@ def _counted_or_scaled(counted: Any, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _scaled_from_family(values: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of another size of a family that was counted; None where no such family has these tensors."""
     result = family_count(values, itertools.chain(*_counted_folders().values()))
     return None if result is None else replace(shape_from_counted(result[0]), scaled_from=result[1])
 
@@ -130,7 +126,6 @@ def bundled_count(values: Mapping[str, Any]) -> Path | None:
 
 @functools.cache
 def _counted_folders() -> Mapping[str, list[Path]]:
-    """The folders of counted models by model type."""
     folders: dict[str, list[Path]] = {}
     for path in known_models().values():
         if path.with_name(COUNTED).exists():
@@ -171,10 +166,8 @@ def _run_child(config: Path) -> Any:
     if done.returncode:
         refused = next((line for line in lines if line.startswith(REFUSED)), "no reason given")
         reason = refused.removeprefix(REFUSED)[:MAX_REASON]
-        raise ToolkitError(
-            f"{config}: no language model can be counted from it: {reason}",
-            hint=f"architectures that need no transformers: {_known()}",
-        )
+        what = f"{config}: no language model can be counted from it: {reason}"
+        raise ToolkitError(what, hint=f"architectures that need no transformers: {_known()}")
     return parse_json(lines[-1] if lines else "", f"{config}: what transformers counted")
 
 
@@ -224,10 +217,9 @@ def check_unquantized(model: str) -> None:
         if method in DEQUANTIZED_METHODS:
             _say_once(f"{model}: its {method} weights are planned dequantized to bf16, as `toolkit train` loads them")
             return
-        raise ToolkitError(
-            f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned",
-            hint="plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4",
-        )
+        what = f"{model} is already quantized (`quantization_config`, method {str(method)[:40]}), which is not planned"
+        hint = "plan the model it was made from, with `--lora-r 16 --load-in-4bit` for 4-bit NF4"
+        raise ToolkitError(what, hint=hint)
 
 
 @functools.cache
@@ -368,7 +360,6 @@ def config_path(model: str, *, known: bool = True) -> Path:
 
 
 def _guess(name: str) -> str | None:
-    """Return a question about the known model that a name may be of, or None."""
     names = {each.lower() if "/" in name else each.partition("/")[2].lower(): each for each in known_models()}
     # a typing error changes no number: with another one it is another size or generation
     same = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
@@ -441,10 +432,8 @@ def text_part(values: Mapping[str, Any]) -> str | None:
 
 
 def _no_decoder(what: str, kind: str) -> ToolkitError:
-    return ToolkitError(
-        f"{what} is {kind}, whose heads and losses are not planned: only decoders are",
-        hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B",
-    )
+    message = f"{what} is {kind}, whose heads and losses are not planned: only decoders are"
+    return ToolkitError(message, hint=f"{MEASURED}; a decoder is planned, for example Qwen/Qwen3-0.6B")
 
 
 def _other_kind(model_type: str, values: Mapping[str, Any]) -> str | None:

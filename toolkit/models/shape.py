@@ -33,8 +33,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    in_linear: bool | None = None
-    """True if it belongs to a linear layer, as counting found; None: to be told by its name."""
+    in_linear: bool | None = None  # belongs to a linear layer, as counting found; None: to be told by its name
 
     @cached_property
     def num_elements(self) -> int:
@@ -85,8 +84,7 @@ Layer = tuple[Tensor, ...]
 class Adapter:
     """Place of one LoRA adapter: the weight that peft adds a pair of matrices, A and B, to."""
 
-    target: str
-    """Name of the module, or for fused experts and their router of the parameter, relative to the layer."""
+    target: str  # name of the module, or for fused experts and their router of the parameter, relative to the layer
     rows: int
     columns: int
     rank_multiple: int = 1
@@ -105,8 +103,8 @@ Adapters = tuple[Adapter, ...]
 
 
 COUNTED_PARTS, COEFFICIENTS = ("layers", "largest_layer", "backward", "outer"), ("fixed", "per_token", "per_position")
+# Attention masks: none; of padding or packed documents; of a sliding window. Counted too: a kernel, as `flash`.
 MASKS = ("none", "padding", "window")
-"""Attention masks: none; of padding or packed documents; of a sliding window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +181,7 @@ class ModelShape:
     model_type: str
     num_layers: int
     hidden_size: int
-    intermediate_size: int
-    """Width of a dense layer's MLP; in a mixture of experts, width of one expert."""
+    intermediate_size: int  # width of a dense layer's MLP; in a mixture of experts, width of one expert
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -193,37 +190,26 @@ class ModelShape:
     tied_embeddings: bool
     num_experts: int | None = None
     experts_per_token: int | None = None
-    layers: tuple[Layer, ...]
-    """Tensors of each decoder layer."""
-    outer: Layer
-    """Embeddings, final norm and head, in the model's order; a tied head appears once, as the embedding."""
-    attention: str = "sdpa"
-    """Default attention implementation in transformers: `sdpa`, or `eager`, which saves the scores."""
-    activation: str = "silu"
-    """Activation function of the MLP, as the configuration names it."""
-    counted_on: str = "arithmetic"
-    """`arithmetic`, or `meta device` if transformers built the model without memory."""
+    layers: tuple[Layer, ...]  # tensors of each decoder layer
+    outer: Layer  # embeddings, final norm and head, in the model's order; a tied head appears once, as the embedding
+    attention: str = "sdpa"  # default implementation in transformers: `sdpa`, or `eager`, which saves the scores
+    activation: str = "silu"  # activation function of the MLP, as the configuration names it
+    counted_on: str = "arithmetic"  # `arithmetic`, or `meta device` if transformers built the model without memory
     counted_activations: CountedActivations | None = None
     """Activations counted on fake tensors; None where the formulas of `toolkit.models.activations` apply."""
-    scaled_from: str | None = None
-    """The size of the same family whose counted activations are scaled to this one."""
+    scaled_from: str | None = None  # the size of the same family whose counted activations are scaled to this one
     why_not_counted: str | None = None
     """Reason for which the activations of an unknown architecture could not be counted; Llama's formulas apply."""
     counted_adapters: Mapping[Layer, Adapters] | None = None
     """Adapters that peft puts on each kind of layer with `all-linear`; None where `toolkit.models.lora` lists them."""
-    outer_adapters: Adapters = ()
-    """Adapters that peft puts on linear layers outside the decoder layers with `all-linear`."""
+    outer_adapters: Adapters = ()  # that peft puts on linear layers outside the decoder layers with `all-linear`
     renamed_targets: Mapping[str, str] = field(default_factory=dict)
     """Module names of transformers 4 that peft turns into parameters of fused experts, with these parameters."""
-    why_no_adapters: str | None = None
-    """Reason for which peft cannot adapt the model's linear layers; None if it can."""
-    patches_per_token: int = 1
-    """Patches of an image that become one token, where the model has an encoder of images."""
-    sliding_window: int | None = None
-    """Rows of at least this many tokens need an attention mask."""
+    why_no_adapters: str | None = None  # reason for which peft cannot adapt the model's linear layers; None if it can
+    patches_per_token: int = 1  # patches of an image that become one token, where the model has an encoder of images
+    sliding_window: int | None = None  # rows of at least this many tokens need an attention mask
     num_sliding_layers: int = 0
-    dropout: bool = False
-    """True if the residual stream is trained with dropout."""
+    dropout: bool = False  # true if the residual stream is trained with dropout
 
     @property
     def activations_from(self) -> str:
@@ -262,11 +248,6 @@ def linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Layer:
     """Return the tensors of a linear layer."""
     weight = Tensor(name=f"{name}.weight", shape=(rows, columns))
     return (weight, Tensor(name=f"{name}.bias", shape=(rows,))) if bias else (weight,)
-
-
-def layer_norm(name: str, width: int) -> Layer:
-    """Return weight and bias of a LayerNorm."""
-    return (Tensor(name=f"{name}.weight", shape=(width,)), Tensor(name=f"{name}.bias", shape=(width,)))
 
 
 def _elements(layer: Layer) -> int:

@@ -5,8 +5,6 @@ The part of a rank is read from transformers' plans for the architecture (5.23, 
 is the head, whatever the plan says (`distributed/mixin.py`, `init_parallel_plans`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,8 +28,7 @@ DIVIDED = {
 }
 # Styles of transformers' plans that split a parameter; the others replicate it.
 SPLIT_STYLES = ("colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise")
-Plan = Mapping[str, str]
-"""A style for each pattern of module or parameter names."""
+Plan = Mapping[str, str]  # a style for each pattern of module or parameter names
 ATTENTION_INPUT = ("self_attn.q_proj", "self_attn.qkv_proj")
 MLP_OUTPUT = ("mlp.down_proj", "mlp.experts.down_proj")
 VOCABULARY = re.compile(r"embed_tokens\.weight$|^lm_head\.")
@@ -51,8 +48,7 @@ class ModelSplit:
 
     model_type: str
     plans: Mapping[str, Mapping[str, str]]  # `tp` and `ep`, where transformers has a plan for the architecture
-    sizes: Mapping[str, int]
-    """Heads, experts and widths that are divided; a field that the model does not have is left out."""
+    sizes: Mapping[str, int]  # heads, experts and widths that are divided; a field that the model lacks is left out
     needs_whole_sequence: str | None = None  # why its attention cannot be divided along the sequence; None where it can
     not_planned: Mapping[str, str] = field(default_factory=dict)
     """Dimensions, or `lora`, for which the planner has no figures, each with the reason."""

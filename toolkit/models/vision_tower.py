@@ -6,8 +6,6 @@ width h and MLP width f, in bf16: norms 2h each with a bias and 6h without, inpu
 the MLP 4f, or 8f if it is gated. `tests/models/test_vision_tower.py` compares them with what autograd saves.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ observe(trainer, folder="runs/mine")      # the package is its own main function
 with observe(accelerator=accelerator, model=model, optimizer=optimizer, folder="runs/mine"): ...    # `observe_loop`
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

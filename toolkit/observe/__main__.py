@@ -1,7 +1,5 @@
 """Observe somebody's script: `python -m toolkit.observe [options] script.py ...`, under any launcher or alone."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -67,8 +67,7 @@ class ObservedLoop:
     `accelerator`, `model`, `model_wrapped`, `optimizer` and `args` are what the verification reads of a Trainer too.
     """
 
-    current: ClassVar[ObservedLoop | None] = None
-    """The loop that is observed in this process."""
+    current: ClassVar[ObservedLoop | None] = None  # the loop that is observed in this process
     opened: ClassVar[Counter[Path]] = Counter()
     """How often this process has observed a loop into each folder: each one after the first has a folder below it."""
     launched: ClassVar[Callable[[LoopedTraining], LoopedTraining] | None] = None
@@ -165,6 +164,8 @@ class ObservedLoop:
                 self.forwarded.append(known[0])
         if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
             self.forwarded.append(self.batches.pop()[0])
+        if seen and not self.step and len(self.forwarded) == forwarded:  # of a loader that is not prepared
+            self.observer.timer.first_batches.append(self.count((), (args, kwargs)).sha256)
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
 
     def _leave_step(self, phase: str) -> None:

@@ -8,8 +8,6 @@ Our own script's collator adds them to its batches, with the numbers of the rows
 (4, None)
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections import deque
@@ -114,8 +112,7 @@ def take_facts(batch: Any) -> BatchFacts | None:
 
 # -- batches of somebody's loaders
 
-iterate_loader = DataLoaderShard.__iter__
-"""accelerate's own iteration over a prepared loader."""
+iterate_loader = DataLoaderShard.__iter__  # accelerate's own iteration over a prepared loader
 _COUNTED = "counted by a worker"
 
 

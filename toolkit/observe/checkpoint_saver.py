@@ -10,8 +10,6 @@ save first waits for the one before. The thread's collectives have a process gro
 they would mix with those of the steps.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -38,13 +36,7 @@ from toolkit.observe.failure_report import Diverged
 from toolkit.observe.observed_run import barrier, gather_from_ranks
 from toolkit.observe.parts import ObserverParts
 from toolkit.observe.verify.verification import Verification
-from toolkit.record.checkpoints import (
-    add_checksums,
-    checkpoint_files,
-    commit_checkpoint,
-    file_entries,
-    saving_folder,
-)
+from toolkit.record.checkpoints import add_checksums, checkpoint_files, commit_checkpoint, file_entries, saving_folder
 from toolkit.record.run_files import SaveRecord
 
 FINGERPRINT_TOKENS = 16

@@ -5,8 +5,6 @@ steps later, before it finishes that step: so all of them stop there, however fa
 step need rank 0, so the decision has been there for a step. Deciding and reading are outside the steps' clock.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -3,8 +3,6 @@
 The first rank to create failure.json reports; the others end quietly with the same exit code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -112,7 +110,6 @@ def _report(failure: dict[str, Any], progress: Progress, code: int, text: str) -
     """Create failure.json and set the status, unless another rank has.
 
     Before there is a folder, rank 0 reports; another rank that ended first would end it before it has.
-
     A rank whose attempt a restart has replaced says nothing: the folder is no longer its own.
     """
     if progress.output_dir is None or not progress.output_dir.is_dir():

@@ -8,8 +8,6 @@ Methods of classes are wrapped, no instance is: a Trainer is observed while `tra
 its own. The script has the `sys.argv`, `sys.path[0]` and working directory that Python would give it.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools
@@ -25,10 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import is_initialized
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.zero_process import join_group_when_configured
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
 from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops
@@ -42,13 +41,7 @@ from toolkit.observe.signals import StopOnSignal
 from toolkit.observe.words import Words
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, start_attempt
-from toolkit.record.folder import (
-    PREPARED_VARIABLE,
-    RESUME_VARIABLE,
-    WORLD_SIZE_VARIABLE,
-    RunFolder,
-    start_facts,
-)
+from toolkit.record.folder import PREPARED_VARIABLE, RESUME_VARIABLE, WORLD_SIZE_VARIABLE, RunFolder, start_facts
 
 _DESTROYED_GROUPS: list[Any] = []
 RESUMES = "resume_from_checkpoint"
@@ -92,7 +85,7 @@ class ScriptRun:
             told = f"the script called sys.exit({leaving.code})" if code else None
         except BaseException as error:
             return self._failed(error)
-        if self.writes:
+        if self.writes or told is not None:  # a launcher ends rank 0 before it can tell why another rank has left
             code = self._close_folder(code, told)
         return code
 
@@ -140,7 +133,8 @@ class ScriptRun:
         if not self.trainings and told is None:
             made = "no Trainer was made" if not self.trainers else "a Trainer was made, and train() was not called"
             told, code = f"{made}; nothing was observed", code or EXIT_RUN_FAILED
-            hint = f"a loop on accelerate alone: {LINE_OF_A_LOOP}"
+            alone = "a loop without accelerate is not observed: run it by itself, or put it on accelerate"
+            hint = f"a loop on accelerate alone: {LINE_OF_A_LOOP}" if is_initialized() else alone
         if told is not None or not done:
             message = told or "the script ended while its Trainer trained"
             report_failure(RunFailed(message, hint=hint), self.progress)  # as the launcher and a comparison read it

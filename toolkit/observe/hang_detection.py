@@ -5,8 +5,6 @@ file may take long, and is no hang. Between them a rank that computes makes prog
 takes processor time outside of collectives. So does one in a compiler, which is named.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

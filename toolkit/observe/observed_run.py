@@ -5,8 +5,6 @@ to `ranks/attempt.id`, and the other ranks look for it. The id also separates th
 process group's store from those of an attempt that a restart has replaced.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,8 +9,6 @@ comes from callbacks. The script sees the Trainer, its class and its batches as 
 has a row for each step and rank, and what was really in effect.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -80,12 +78,10 @@ class Observer:
     stop_on_signal: StopOnSignal | None = None
     completes: Callable[[], None] | None = None
     """Completes the record when `train()` returns; None where the script does that itself."""
-    count: CountBatch | None = None
-    """Counts the batches of the Trainer's loaders; None where its collator does."""
+    count: CountBatch | None = None  # counts the batches of the Trainer's loaders; None where its collator does
     facts: dict[int, BatchFacts | None] = field(default_factory=dict)
     """Those of the batches of the step in progress, by the identity of each."""
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    """Takes what observes off the Trainer and its model."""
+    undo: list[Callable[[], None]] = field(default_factory=list)  # takes what observes off the Trainer and its model
     times_waits: bool = False  # true once the timer is notified when forward waits for other ranks
 
     def begin_training(self, step: int) -> None:
@@ -93,7 +89,7 @@ class Observer:
         self.verification.begin_training(step)
 
     def before_loss(self, model: Any, inputs: Any) -> None:
-        self.verification.replicas.note_sync(model)
+        self.verification.replicas.synced = getattr(model, "require_backward_grad_sync", True)
         if not self.times_waits:
             self.undo += time_waits_in_forward(model, self.timer)
             self.times_waits = True

@@ -3,8 +3,6 @@
 Every field has a default that fits any Trainer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,11 +54,8 @@ class ObserverParts:
     """The dtype in which the wrapped model's ranks exchange gradients, where the script itself sends them."""
     batch_facts: CountBatch | None = None
     """Counts in the collator, which has the rows; None counts what the batches of any script show, beside them."""
-    counts_tokens: bool = True
-    """False on a rank that trains on the rows of another one: their tokens are counted there."""
-    compiles: bool = False
-    """True if layers are compiled: rows count what the compiler does."""
-    manifest: Callable[[], Values] = dict
-    """More entries of a checkpoint's manifest."""
+    counts_tokens: bool = True  # False on a rank that trains on the rows of another one: their tokens are counted there
+    compiles: bool = False  # True if layers are compiled: rows count what the compiler does
+    manifest: Callable[[], Values] = dict  # more entries of a checkpoint's manifest
     save_states: Callable[[Path], None] = lambda _: None
     """Writes this rank's further states into the folder of a checkpoint."""

@@ -8,8 +8,6 @@ and waiting for another rank before a collective starts.
 Intervals are (start, end); those of a trace are in microseconds.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable
@@ -24,8 +22,7 @@ from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
 from toolkit.observe.timer import StepTimer
 
 Interval = tuple[float, float]
-Lanes = dict[str, list[Interval]]
-"""What a step is made of: `compute`, `communication` and `data_wait`."""
+Lanes = dict[str, list[Interval]]  # what a step is made of: `compute`, `communication` and `data_wait`
 
 DATA_WAIT_EVENT = "toolkit.data_wait"
 STEP_EVENT_PREFIX = "ProfilerStep#"

@@ -1,7 +1,5 @@
 """Where a rank is in its run, and its memory by phase: read by the heartbeat, failure report and signal handling."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -27,18 +25,13 @@ class Progress:
     phase: str = "start"
     """`start`, `arguments`, `data`, `load`, `engine`, `attest`, `train`, `forward`, `backward`, `step`,
     `evaluate`, `save`, `end`."""
-    step: int = 0
-    """Optimizer steps finished."""
-    micro_steps: int = 0
-    """Forward passes started in this process."""
-    output_dir: Path | None = None
-    """The run folder; None before it is open."""
-    attempt_id: str | None = None
-    """What the ranks of this attempt call it; None before the run folder is open."""
+    step: int = 0  # optimizer steps finished
+    micro_steps: int = 0  # forward passes started in this process
+    output_dir: Path | None = None  # the run folder; None before it is open
+    attempt_id: str | None = None  # what the ranks of this attempt call it; None before the run folder is open
     describe_rows: Callable[[tuple[int, ...]], dict[str, Any]] = lambda _: {}
     """Returns facts for failure.json about the rows, counted from 0, of a step that diverged."""
-    swap_folder: Path | None = None
-    """This run's own folder on an NVMe disk, removed at the end of the run."""
+    swap_folder: Path | None = None  # this run's own folder on an NVMe disk, removed at the end of the run
     memory_by_phase: MemoryByPhase | None = None
     """Bytes after each phase of the first step; None before training begins."""
     timeline: Path | None = None

@@ -1,7 +1,5 @@
 """Somebody's own script, or the module that is one: found, checked without running it, and named. No torch."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

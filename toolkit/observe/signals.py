@@ -11,8 +11,6 @@ One signalled rank is enough, such as one on the node that a cloud takes back: i
 a thread of every other rank waits for that, and acts as if it had been signalled too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -39,8 +37,7 @@ ANSWER_SECONDS = 10.0
 REQUESTED = "stop/requested"
 LONGER_THAN_ANY_RUN = timedelta(days=3650)
 
-Place = tuple[int, int]
-"""Completed optimizer steps, and evaluation batches and saves since."""
+Place = tuple[int, int]  # completed optimizer steps, and evaluation batches and saves since
 BEFORE_TRAINING: Place = (-1, 0)
 AFTER_TRAINING: Place = (2**62, 0)
 

@@ -70,8 +70,7 @@ class CompilerEvents(NamedTuple):
 class _Step:
     batches: list[BatchFacts] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
-    grad_norm: Any = None
-    """Before clipping, over all ranks."""
+    grad_norm: Any = None  # before clipping, over all ranks
     memory: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     start: Any = None

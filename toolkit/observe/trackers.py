@@ -5,8 +5,6 @@ a TrainJob, which transformers reports to where Kubeflow Trainer asks for it. Th
 summary, with names that begin with `toolkit/`. Nothing is imported or started here.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +15,7 @@ from toolkit.observe.timer import StepTimer
 from toolkit.record.folder import RunFolder, read_json
 from toolkit.record.kernel_table import AS_ASKED
 
-PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")
-"""Keys of a plan in `run.json`."""
+PLANNED = ("verdict", "allocated_peak_bytes", "planned_peak_bytes")  # keys of a plan in `run.json`
 KUBEFLOW_CHARACTERS = 64
 """The longest name and value of a metric in a TrainJob's status; a longer one has the whole update refused.
 kubeflow/trainer, `trainjob_types.go`, `Metric`."""
@@ -29,9 +26,7 @@ def tell_verdict(trainer: Any, folder: RunFolder, attestation: Mapping[str, Any]
     """Tell the trackers what `attestation.json` says, and what was planned. Called by the rank that writes."""
     plan = (read_json(folder.run_json) or {}).get("plan") or {}
     kernels = [f"{row['name']}: {row['detail']}" for row in attestation["kernels"] if row["verdict"] != AS_ASKED]
-    differences = [
-        f"{each['fact']}: {each['found']}, expected {each['expected']}" for each in attestation["differences"]
-    ]
+    differences = [f"{row['fact']}: {row['found']}, expected {row['expected']}" for row in attestation["differences"]]
     values = {
         "preset": attestation["preset"] or "none",
         "verification": attestation["verdict"],
@@ -87,10 +82,6 @@ def _to_mlflow(_: Any, values: dict[str, Any]) -> None:
         sys.modules["mlflow"].set_tags(values)  # a parameter could not change in a resumed run
 
 
-def _to_trackio(_: Any, values: dict[str, Any]) -> None:
-    sys.modules["trackio"].config.update(values, allow_val_change=True)
-
-
 def _to_kubeflow(callback: Any, values: dict[str, Any]) -> None:
     short = {name: str(value) for name, value in values.items() if 0 < len(str(value)) <= KUBEFLOW_CHARACTERS}
     callback._metrics.update(short)  # sent with the next step's progress
@@ -100,7 +91,7 @@ SENDERS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "WandbCallback": _to_wandb,
     "TensorBoardCallback": _to_tensorboard,
     "MLflowCallback": _to_mlflow,
-    "TrackioCallback": _to_trackio,
+    "TrackioCallback": lambda _, values: sys.modules["trackio"].config.update(values, allow_val_change=True),
     "KubeflowCallback": _to_kubeflow,
 }
 """By the name of transformers' callback, whose class may be a script's own."""

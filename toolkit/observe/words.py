@@ -4,8 +4,6 @@
 ('--beta', '0.1')
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -38,8 +36,7 @@ LAUNCHER_WORDS = ("--local_rank", "--local-rank")  # of `deepspeed`, which the s
 class Words:
     """What is run, and how it is observed."""
 
-    target: str
-    """The script's path, or the module's name."""
+    target: str  # the script's path, or the module's name
     is_module: bool
     arguments: tuple[str, ...]
     output_dir: Path
@@ -188,10 +185,8 @@ def _reading(option: str, word: str, names: Sequence[str]) -> tuple[str, Any]:
     """Return the name and the value of a reading, `master_dtype=bfloat16`."""
     name, _, value = word.partition("=")
     if name not in names:
-        raise ToolkitError(
-            f"{option} {word[:80]}: no reading is called {name[:80]!r}",
-            hint=did_you_mean(name, names, otherwise=f"one of {', '.join(names)}"),
-        )
+        hint = did_you_mean(name, names, otherwise=f"one of {', '.join(names)}")
+        raise ToolkitError(f"{option} {word[:80]}: no reading is called {name[:80]!r}", hint=hint)
     constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
     return name, constants.get(value, value)
 

@@ -8,18 +8,14 @@ A preset's file names the dimensions (`parallel`, from the outermost to the inne
 and are given on the command line. The ranks that remain are data parallel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PARALLEL_KEY = "parallel"
-"""Key of an engine's block in a preset's YAML, read by the toolkit alone: accelerate's launcher passes over it."""
+PARALLEL_KEY = "parallel"  # key of an engine's block in a preset's YAML, which accelerate's launcher passes over
 DIMENSIONS = ("dp_replicate", "dp_shard", "pp", "cp", "sp", "tp", "ep")
 """From the outermost to the innermost; `ep` divides the ranks of `dp_shard` and `tp` again, for experts only."""
-DEGREES = ("pp", "tp", "cp", "sp", "ep", "dp_replicate")
-"""Degrees that a user gives; `dp_shard` is what remains."""
+DEGREES = ("pp", "tp", "cp", "sp", "ep", "dp_replicate")  # degrees that a user gives; `dp_shard` is what remains
 # Ranks that train on the same rows: each computes some layers, a part of each layer, or a part of the sequence.
 SAME_ROWS = ("pp", "cp", "sp", "tp")
 NAMES = {

@@ -15,8 +15,7 @@ from itertools import pairwise
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved_1f1b"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 DEFAULT_SCHEDULE = ONE_F_ONE_B
-INTERLEAVED_CHUNKS = 2
-"""Stages per rank of the interleaved schedule, unless `--pipeline_chunks` says otherwise; other schedules have one."""
+INTERLEAVED_CHUNKS = 2  # stages per rank of the interleaved schedule, unless `--pipeline_chunks` says otherwise
 # Architectures whose stages compute what the whole model computes: tests/parallel/test_pipeline_stages.py.
 PIPELINED_TYPES = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 

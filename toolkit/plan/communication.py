@@ -6,8 +6,6 @@ compared with collectives counted in real runs of two to four CPU ranks (docs/co
 the few bytes of losses, norms, flags, attention's statistics, token counts, routing weights and adapters' columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 

@@ -4,8 +4,6 @@ A setting that decides memory or speed is used, or listed as not used; one that 
 that names the option to give (convert/tables/plan.yaml).
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
@@ -55,8 +53,9 @@ MORE_THAN_ADAPTERS = (
 )
 # What to type after an option, where it is no number.
 EXAMPLES = {
-    **{"attn_implementation": " sdpa", "load_in_4bit": "", "lora_target_modules": " NAME", "method": " sft"},
-    **{"load_in_8bit": "", "optim": " NAME", "preset": " NAME", "activation_checkpointing": "", "lora_r": " 16"},
+    **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
+    **{"load_in_8bit": "", "optim": " adamw_torch_fused", "preset": " zero3"},
+    **{"activation_checkpointing": "", "lora_r": " 16"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -362,7 +361,9 @@ def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple
         option = _option(each.key) if each.has_effect and each.key not in unknown else None
         on_by_default = each.key in load_dialect(program).on_by_default
         is_off = str(each.value).lower() in ("false", "1", "") and not on_by_default  # or one GPU
-        if option == "load_in_4bit" and program == "llama-factory" and not values.get("quantization_bit"):
+        if option == "load_in_4bit" and each.reason.startswith("nothing is quantized"):
+            yield f"{each.key} ({each.reason})", None, ""
+        elif option == "load_in_4bit" and program == "llama-factory" and not values.get("quantization_bit"):
             yield f"{each.key} (without quantization_bit nothing is quantized)", None, ""  # model_utils/quantization.py
         elif option is not None and not is_off:
             yield f"{each.key} {shown(each.value)}", option, each.reason
@@ -394,7 +395,7 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     with_options = ("optim", "padding_free", "per_device_eval_batch_size")
     for name, value in job.given_values.items():
         if value not in (None, False) and name not in with_options and _is_listed(name):
-            yield name, None, ""
+            yield from ((key, None, "") for key in [key for key, ours in converted.items() if ours == name] or [name])
     precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]

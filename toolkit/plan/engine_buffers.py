@@ -7,8 +7,6 @@ Offloaded tensors are page-locked, and torch's allocator for such memory rounds 
 (`CachingHostAllocator`): a block of 5 GiB takes 8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.engines.engine import EngineSettings

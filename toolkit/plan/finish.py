@@ -5,8 +5,6 @@
 246
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -175,10 +173,8 @@ class Cost:
         """Raise ToolkitError for a price without a GPU where several are compared (`gpu` None), or for another only."""
         if gpu is None and ANY_GPU in self.prices:
             price = f"{self.prices[ANY_GPU]:g}"
-            raise ToolkitError(
-                f"{PRICE} {price} does not say of which GPU, and several are compared",
-                hint=f"name it, as in `{PRICE} h100={price}`, or plan for one: `--gpu h100`",
-            )
+            hint = f"name it, as in `{PRICE} h100={price}`, or plan for one: `--gpu h100`"
+            raise ToolkitError(f"{PRICE} {price} does not say of which GPU, and several are compared", hint=hint)
         if gpu is not None and self.prices and not self.prices.keys() & {gpu, ANY_GPU}:
             raise ToolkitError(f"{PRICE} has no price of {gpu}, which is planned", hint=f"`{PRICE} {gpu}=PRICE`")
 

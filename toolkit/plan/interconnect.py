@@ -4,8 +4,6 @@ An interconnect reaches only part of its rate. No figure was measured on GPUs by
 source.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -13,10 +11,8 @@ from toolkit.engines.planned import Collective
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import GIGA, Gpu
 
-Range = tuple[float, float]
-"""(low, high)."""
-Estimate = tuple[float, float, float]
-"""The two ends of a range, and a best estimate between them."""
+Range = tuple[float, float]  # (low, high)
+Estimate = tuple[float, float, float]  # the two ends of a range, and a best estimate between them
 
 # Bus bandwidth as a share of the rate: 107 of 450 GB/s with messages of 4 MiB on 8 H200; 235 of 300 on 8 A100 (where
 # NCCL's own table caps it, src/graph/tuning.cc), less what smaller messages lose; the full rate with large messages and
@@ -46,10 +42,8 @@ class Interconnect:
             if not 1 <= getattr(self, name) <= 10**6:
                 raise ToolkitError(f"{name} is {getattr(self, name)}, expected 1 to a million")
         if self.world_size > self.gpus_per_node and self.world_size % self.gpus_per_node:
-            raise ToolkitError(
-                f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_node}",
-                hint="--gpus-per-node, or another --num-processes",
-            )
+            hint = "--gpus-per-node, or another --num-processes"
+            raise ToolkitError(f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_node}", hint=hint)
 
     @property
     def num_nodes(self) -> int:

@@ -1,7 +1,5 @@
 """Bytes of logits and loss of one micro-batch: the toolkit's losses, other libraries' and those of TRL's methods."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

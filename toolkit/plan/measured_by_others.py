@@ -5,8 +5,6 @@ planner page has neither pydantic nor run folders. A plan is shown the nearest r
 of GPUs; a row changes no plan.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache

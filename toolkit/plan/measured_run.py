@@ -94,10 +94,8 @@ class MeasuredRun:
         rows, steps = spec.get("per_device_train_batch_size"), spec.get("gradient_accumulation_steps")
         world_size, figures, tokens = run.world_size, self.figures, self.figures.tokens_per_second
         if not (rows and steps and world_size and tokens and figures.timed_seconds):
-            raise ToolkitError(
-                f"--measured {self.folder} does not record its batch and its tokens",
-                hint="a Trainer's batches show them, where they have `input_ids`",
-            )
+            hint = "a Trainer's batches show them, where they have `input_ids`"
+            raise ToolkitError(f"--measured {self.folder} does not record its batch and its tokens", hint=hint)
         own = replace(
             job,
             per_device_train_batch_size=rows,

@@ -43,7 +43,7 @@ OF_ALL_DEEPSPEED_FULL = 0.10
 # too few.
 OF_GPU = {"without sharding": 0.65, "under DeepSpeed": 0.80, "under FSDP1": 0.65}
 # The cause is not known: of the worst of these, DeepSpeed's own code allocates less than is planned.
-REPORTED_WITH_OFFLOAD = "17 public peaks were 1.1 times their plans at the median, up to 2.5"
+REPORTED_WITH_OFFLOAD = "18 public peaks were 1.1 times their plans at the median, up to 2.5"
 # Plans of other programs' jobs that ran were up to so many times the memory they had, with rows of half the length.
 OVERPLANNED = 1.15
 # The least of it: what others report for CUDA's context and a communicator differs by as much.
@@ -54,10 +54,8 @@ LEAST_MARGIN_BYTES = 1 * GIB
 class Margin:
     """By how much a peak may be higher than planned: the largest of two shares and `LEAST_MARGIN_BYTES`."""
 
-    of_rest: float
-    """Share of all but the model states."""
-    of_all: float | None = 0.0
-    """None: by how much is not known."""
+    of_rest: float  # share of all but the model states
+    of_all: float | None = 0.0  # none: by how much is not known
     reason: str = "everything but model states"
 
     def of(self, planned_peak_bytes: int, exact_bytes: int) -> int | None:
@@ -90,12 +88,10 @@ class OtherReading(NamedTuple):
 class MemoryPlan:
     """Planned memory of rank 0 of one preset at one world size; in a pipeline, of the rank that needs most."""
 
-    states: ModelStates
-    """Model states wherever they are, as the attestation counts them."""
+    states: ModelStates  # model states wherever they are, as the attestation counts them
     phases: tuple[PhaseMemory, ...]
     overhead_bytes: int
-    driver_bytes: int
-    """Part of the overhead that is not torch's: CUDA's context and NCCL's communicators."""
+    driver_bytes: int  # part of the overhead that is not torch's: CUDA's context and NCCL's communicators
     host: HostMemory
     margin: Margin
     readings: Callable[[], Iterable[OtherReading]] = field(default=tuple, compare=False)
@@ -185,7 +181,9 @@ def plan_engine_memory(
 
     def readings() -> Iterable[OtherReading]:
         for option, other in job.other_readings():
-            yield OtherReading(plan_engine_memory(shape, engine, other, load=load).planned_peak_bytes, option)
+            held = 4 if job.numerics.pure_bf16 and not other.numerics.pure_bf16 else engine.trained_bytes
+            read = plan_engine_memory(shape, replace(engine, trained_bytes=held), other, load=load)
+            yield OtherReading(read.planned_peak_bytes, option)
 
     def least_reading() -> MemoryPlan:
         return plan_engine_memory(shape, engine, job.least_reading(), load=load)

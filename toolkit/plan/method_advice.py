@@ -1,7 +1,5 @@
 """Advice on the memory of a training method: what the reference, the logits and vLLM cost, and what would save it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,7 +38,8 @@ def method_advice(
         yield f"--use-liger-kernel saves no logits: TRL makes none ({gib(logits)} are tiles and gradients of the head)"
         yield "what Liger's kernels of layers save is not planned"
     if method.vllm_bytes and not method.vllm_enable_sleep_mode and peak.phase != "generate":
-        yield f"vLLM holds {gib(method.vllm_bytes)} while the model trains; `--vllm-enable-sleep-mode` frees it"
+        vllm = gib(method.vllm_bytes)
+        yield f"the colocated vLLM holds {vllm} while the model trains; `--vllm-enable-sleep-mode` frees it"
 
 
 def _loss_advice(

@@ -80,8 +80,7 @@ class Method:
     vllm_gpu_memory_utilization: float | None = None
     vllm_enable_sleep_mode: bool = False
     use_liger_kernel: bool = False
-    gpu_memory_bytes: int = 0
-    """Memory of the GPU, of which a colocated vLLM takes a share."""
+    gpu_memory_bytes: int = 0  # memory of the GPU, of which a colocated vLLM takes a share
 
     @classmethod
     def from_options(cls, options: object) -> Method:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from toolkit.engines.engine import EngineSettings
 from toolkit.models.activations import Activations
+from toolkit.models.attention import needs_no_mask
 from toolkit.models.job_weights import FP32_BITS, FP32_BYTES, JobWeights
 from toolkit.models.shape import ModelShape, SavedActivations
 from toolkit.models.vision_tower import saved_per_token
@@ -17,6 +18,8 @@ from toolkit.plan.logits import LOSSES, LossSizes, loss_that_computes
 from toolkit.plan.methods import SFT, adapter_input_bytes
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import TOOLKIT
+
+LONGEST_COUNTED = 3072  # tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,16 +62,33 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     length, hidden = job.tokens_per_row, shape.hidden_size
     # fp32 compute saves at most twice the bytes.
     tokens = -(-job.tokens_per_forward // engine.ranks_per_sequence) * (2 if engine.element_bytes == 4 else 1)
-    activations = _activations(shape, engine, job, weights)
+    activations = Activations(
+        shape=shape,
+        autocast=engine.autocasts,
+        lora_r=job.lora_r,
+        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
+        fp32_linears=job.numerics.load_in_8bit and job.numerics.kbit_training and engine.autocasts,
+        lora_dropout=job.numerics.lora_dropout > 0,
+        dora_targets=job.lora_target_modules if job.numerics.dora else (),
+        oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
+        oft_block_size=job.numerics.oft_block_size,
+        liger=job.use_liger_kernel,
+        layout=engine.layout,
+    )
     # Parts of a row are padded on the right, and causal attention needs no mask for that.
     # Packed rows with a mask too make SDPA repeat keys and values per head.
-    varlen = job.packs_without_mask(shape)
+    of_kernel = shape.attention == "eager" and needs_no_mask(job.attn_implementation)  # which saves no scores
+    varlen = of_kernel or job.packs_without_mask(shape)
     padded = engine.ranks_per_sequence == 1 and (job.is_padded or (job.packing and not varlen))
     saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
     residual = tokens * activations.residual_bytes * hidden
     width = shape.intermediate_size * (shape.experts_per_token or 1)  # of the MLP
-    layer_backward = tokens * max(0, saved.backward.token_bytes(length))
-    if job.numerics.tiled_mlp:
+    # Scores grow with the square, unlike a mask of 2 bytes; else the parabola of a backward goes on as its tangent.
+    has_scores = saved.largest_layer.per_position > 2
+    known = length if has_scores else min(length, LONGEST_COUNTED)
+    position = 2 * known - known**2 // length
+    layer_backward = tokens * max(0, saved.backward.token_bytes(position))
+    if job.numerics.tiled_mlp and not has_scores:
         layer_backward = min(layer_backward, 2 * residual)
     # Autocast casts the inputs of peft's adapters, unless TRL made those bf16, as it does beside 4-bit weights. Their
     # gradients are fp32 too: of the last projection's input, and of its output.
@@ -107,22 +127,6 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
         one_forward=tokens * forward_token_bytes,
         forward_token_bytes=forward_token_bytes,
         residual_bytes=activations.residual_bytes,
-    )
-
-
-def _activations(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weights: JobWeights) -> Activations:
-    return Activations(
-        shape=shape,
-        autocast=engine.autocasts,
-        lora_r=job.lora_r,
-        fp32_residual=(job.numerics.kbit_training or _is_fp32(weights)) and engine.autocasts,
-        fp32_linears=job.numerics.load_in_8bit and job.numerics.kbit_training and engine.autocasts,
-        lora_dropout=job.numerics.lora_dropout > 0,
-        dora_targets=job.lora_target_modules if job.numerics.dora else (),
-        oft_targets=job.lora_target_modules if job.numerics.oft_block_size else (),
-        oft_block_size=job.numerics.oft_block_size,
-        liger=job.use_liger_kernel,
-        layout=engine.layout,
     )
 
 

@@ -4,8 +4,6 @@ The fields are annotated as Typer parameters, so a new flag is one field here. T
 planner: `toolkit --help` loads it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -3,8 +3,6 @@
 Sizes of a micro-batch, with their sources, are in `micro_batch`, and those of buffers in `toolkit.engines`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Plans as people and programs read them: an answer, a table for a terminal of 80 columns, the parts; and JSON."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +30,7 @@ from toolkit.units import GIB, NOT_AVAILABLE, counted, dollars, gib, number, per
 
 MAX_GPUS_SHOWN = 12
 VERDICTS = (FITS, TOO_CLOSE, DOES_NOT_FIT)
+NO_VERDICT = "no verdict"
 SPEEDS = "tokens/s per GPU: expect the lower end"
 
 
@@ -96,7 +95,8 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
-    yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics))
+    kinds = ("", "full" if request.job.lora_r is None else "lora", request.job.method.method)
+    yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics, kinds))
     yield from _kept_logits(request)
     if request.job.attn_implementation == "eager" and request.shape.activations_from != "formulas":
         yield f"Not planned: what eager attention saves of {request.shape.model_type}."
@@ -119,6 +119,9 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     elif parts:
         yield f"Model states are exact: tests compare them with the libraries ({checked})."
     more = "; `--preset` names presets that offload to the host" if answer.any_gpu else ""
+    divides = not (answer.any_gpu or request.strict) and chosen.world_size > 1
+    if divides and (chosen.verdict != FITS or chosen.preset.offloads):
+        yield "Presets that divide layers, sequences or experts: `toolkit recommend` plans them too."
     what = "" if parts else f"What the memory is for: `--parts`{more}. "
     yield f"{what}Compared with one H200, never with several GPUs."
 
@@ -145,7 +148,7 @@ def summary(answer: PlanAnswer) -> str:
         return f"fits on {where}; {why if found and len(answer.plans) > 1 else batch}"
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
-    text = f"{'no verdict' if is_open(best) else VERDICT_TEXT[best.verdict]} on {where}"
+    text = f"{NO_VERDICT if is_open(best) else VERDICT_TEXT[best.verdict]} on {where}"
     is_judged = best.memory.margin.of_all is not None  # otherwise nothing fits, with whatever settings
     if best.verdict == TOO_CLOSE and best.host_refusal is None and is_judged and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
@@ -268,7 +271,7 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
             "GPU": plan.request.gpu.name,
             "preset": plan.preset.name,
             "GPUs": str(plan.world_size),
-            "verdict": plan.verdict.replace("_", " "),
+            "verdict": NO_VERDICT if is_open(plan) else plan.verdict.replace("_", " "),
             "batch": f"{plan.job.per_device_train_batch_size}{' + ckpt' if ckpt else ''}",
             "GiB": tenths_of_gib(plan.memory.planned_peak_bytes),
             "up to": "" if possible is None else tenths_of_gib(possible),
@@ -281,6 +284,8 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
     yield from table_lines([list(rows[0]), *(list(row.values()) for row in rows)], left=left)
     if request.finds_batch and recomputes:
         yield "batch: per GPU; ckpt: activation checkpointing"
+    if shown["verdict"] and len(rows) > 1 and any(map(is_open, answer.ordered)):
+        yield f"{NO_VERDICT}: how far such a job may be above its plan is not known; `toolkit rehearse` measures it"
 
 
 def _short(speed: float) -> str:
@@ -316,7 +321,8 @@ def _part_lines(plan: Plan) -> Iterator[str]:
     )
     yield f"host memory per node: {gib(host.peak_bytes)}{host.disk_text}; {host_assumption(plan.request)}"
     largest, fewest = plan.largest_micro_batch or "none", plan.smallest_world_size or "none"
-    yield f"largest per-GPU batch: {largest}; fewest GPUs, with the smallest batch if none is given: {fewest}"
+    if not is_open(plan):
+        yield f"largest per-GPU batch: {largest}; fewest GPUs, with the smallest batch if none is given: {fewest}"
     if plan.setup.layout is not None:
         yield f"{plan.setup.layout}; each GPU sends per step, without overlap:"
         for traffic in plan.traffic:

@@ -5,8 +5,6 @@ tensors, which gives the peak of each phase by part; DeepSpeed and offloading ar
 precision, which gives the model states.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -47,7 +47,7 @@ LARGEST_WORLD_SIZE = 2**20
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 # Options whose default other programs' versions decide.
-OPEN_OPTIONS = ("attn_implementation", "save_on_gpu", "zero3_init")
+OPEN_OPTIONS = ("attn_implementation", "pure_bf16", "save_on_gpu", "zero3_init")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (
@@ -71,15 +71,12 @@ class PlannedJob(Job):
     method: Method = SUPERVISED
     gradient_as_bucket_view: bool | None = None
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
-    workspace_bytes: int = 0
-    """What the matrix products of a GPU keep of its memory."""
+    workspace_bytes: int = 0  # what the matrix products of a GPU keep of its memory
     image_tokens: int | None = None  # 0: rows of text alone; None: not said, and planned as text
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
-    eval_rows: int = 0
-    """Rows whose logits an evaluation keeps on each GPU for `compute_metrics`."""
-    not_given: tuple[str, ...] = ()
-    """Of `OPEN_OPTIONS`."""
+    eval_rows: int = 0  # rows whose logits an evaluation keeps on each GPU for `compute_metrics`
+    not_given: tuple[str, ...] = ()  # of `OPEN_OPTIONS`
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
 
@@ -139,6 +136,9 @@ class PlannedJob(Job):
         numerics, decided = self.numerics, replace(self, not_given=())
         if "attn_implementation" in self.not_given and PROGRAMS[numerics.program].any_attention:
             yield "--attn-implementation sdpa", replace(decided, attn_implementation="eager")
+        if "pure_bf16" in self.not_given and numerics.pure_bf16 and numerics.program == "trainer":
+            # transformers 4 loads in fp32, and so does a script that says so
+            yield "--pure-bf16", replace(decided, numerics=replace(numerics, pure_bf16=False))
         if "save_on_gpu" in self.not_given and numerics.fsdp1 and numerics.program == TOOLKIT:
             yield "--no-save-on-gpu", replace(decided, numerics=replace(numerics, save_on_gpu=True))
         if "zero3_init" in self.not_given and self.is_of_another_program:

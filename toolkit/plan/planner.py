@@ -4,8 +4,6 @@ request = plan_request("Qwen/Qwen3-8B", PlanOptions(num_processes=(8,), gpu="h10
 plans = make_plans(request)
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

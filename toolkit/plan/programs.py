@@ -5,9 +5,7 @@ was read in the source at the version named. What is known to differ and is not 
 where somebody measured it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -37,20 +35,17 @@ class Numerics:
     sharded_4bit: bool = True
     """4-bit weights in a floating dtype. accelerate 1.15 leaves those in uint8, bitsandbytes' default, out of FSDP2's
     sharding, so that every rank holds all of them (`fsdp_utils.py:795`)."""
-    experts_in_4bit: bool = True
-    """Fused experts are quantized too; transformers 5 quantizes linear layers alone."""
+    experts_in_4bit: bool = True  # fused experts are quantized too; transformers 5 quantizes linear layers alone
     fp8: bool = False
     """torchao's `Float8Linear`, which accelerate makes of linear layers but the first and the last: weights, gradients
     and states stay as they are, and what is saved for the backward too (torchao 0.18, `matmul_with_hp_or_float8_args`).
     """
-    fp16: bool = False
-    """fp16 with a loss scale in the place of bf16: the same bytes, other kernels."""
+    fp16: bool = False  # fp16 with a loss scale in the place of bf16: the same bytes, other kernels
     peft_input_cast: bool = False
     """Inputs of adapters cast to their fp32, which autocast casts back: a copy for each adapter."""
     lora_dropout: float = 0.0
     dora: bool = False
-    oft_block_size: int = 0
-    """OFT in the place of LoRA; 0: LoRA."""
+    oft_block_size: int = 0  # OFT in the place of LoRA; 0: LoRA
     fp32_base: bool = False
     """The base of adapters in fp32, with its residual stream, where it is not quantized; DeepSpeed makes it bf16."""
     expandable_segments: bool = False
@@ -64,8 +59,7 @@ class Numerics:
     zero3_init: bool = True
     """Weights are sharded as they are loaded. With `zero3_init_flag: false` DeepSpeed first moves all of them to each
     GPU (0.19.8, `_configure_distributed_model`)."""
-    data_parallel: int = 0
-    """GPUs of one process, under torch's `DataParallel`; 0: one."""
+    data_parallel: int = 0  # GPUs of one process, under torch's `DataParallel`; 0: one
     tiled_mlp: bool = False
     """A layer's MLP takes a part of the rows after the other, as in TRL's guide to long rows: its gradients are those
     of one part. What it saves stays."""
@@ -84,16 +78,15 @@ class Program:
     source: str
     numerics: Mapping[str, Any]
     loss: str = "full"  # without its own option for another
-    full_numerics: Mapping[str, Any] = field(default_factory=dict)
-    """Of a full fine-tune alone."""
-    quantized_numerics: Mapping[str, Any] = field(default_factory=dict)
-    """Of adapters beside quantized weights alone."""
+    full_numerics: Mapping[str, Any] = field(default_factory=dict)  # of a full fine-tune alone
+    quantized_numerics: Mapping[str, Any] = field(default_factory=dict)  # of adapters beside quantized weights alone
     kbit_methods: tuple[str, ...] = ()
     method_loss: Mapping[str, str] = field(default_factory=dict)
     """Methods whose trainer is its own, and what it computes the loss from, as `logits` names it."""
     any_attention: bool = False
     """Where nothing names an attention function, some versions and models have the eager one."""
-    notes: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What is not planned, by the jobs that have it: `lora`, `full`, a method's name, or `` for all."""
 
 
 _NONE: Mapping[str, Any] = {}
@@ -117,7 +110,7 @@ PROGRAMS: Mapping[str, Program] = {
         "utils/__init__.py:84",
         numerics={"peft_input_cast": True, "expandable_segments": True},
         full_numerics=_BF16,
-        notes=("its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned",),
+        notes={"lora": "its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned"},
         any_attention=True,
     ),
     "llama-factory": Program(
@@ -125,10 +118,10 @@ PROGRAMS: Mapping[str, Program] = {
         "train/dpo/trainer.py and train/kto/trainer.py (`concatenated_forward`, `forward`: fp32 logits of all tokens)",
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
-        notes=(
-            "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
-            "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
-        ),
+        notes={
+            "full": "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
+            "reward": "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
+        },
         any_attention=True,
     ),
     "ms-swift": Program(
@@ -145,13 +138,13 @@ PROGRAMS: Mapping[str, Program] = {
         source="Unsloth 2026.10: its cross entropy without logits, nested quantization",
         numerics=_NONE,
         loss="cut",
-        notes=("its checkpoints in host memory: 2 bytes per token, hidden size and layer less",),
+        notes={"": "its checkpoints in host memory: 2 bytes per token, hidden size and layer less"},
     ),
     "torchtune": Program(
         source="torchtune 0.6.1: recipes/configs/*/*_single_device.yaml (`dtype: bf16`), modules/loss",
         numerics={"pure_bf16": True},
         loss="chunked_output",
-        notes=("8-bit optimizers of torchao, and an optimizer step inside of the backward",),
+        notes={"": "8-bit optimizers of torchao, and an optimizer step inside of the backward"},
     ),
     "trainer": Program(
         source='transformers 5.23: `from_pretrained(dtype="auto")` keeps a bf16 checkpoint\'s dtype; '
@@ -227,8 +220,8 @@ def check_numerics(numerics: Numerics, *, lora: bool, in_4bit: bool) -> None:
         raise ToolkitError("--kbit-training needs quantized weights", hint="add `--load-in-4bit`")
 
 
-def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
-    """Return what of a program is known to differ from the plan."""
+def numerics_notes(numerics: Numerics, kinds: Collection[str]) -> tuple[str, ...]:
+    """Return what of a program is known to differ from the plan of a job of these kinds (`Program.notes`)."""
     others = {
         COMPILED: numerics.torch_compile,
         FSDP1: numerics.fsdp1,
@@ -236,4 +229,5 @@ def numerics_notes(numerics: Numerics) -> tuple[str, ...]:
         REPLICAS: numerics.data_parallel > 1,
         FP8: numerics.fp8,
     }
-    return (*PROGRAMS[numerics.program].notes, *(note for note, holds in others.items() if holds))
+    noted = PROGRAMS[numerics.program].notes.items()
+    return (*(note for kind, note in noted if kind in kinds), *(note for note, holds in others.items() if holds))

@@ -6,8 +6,6 @@ least is chosen. Two presets share what a plan does not know (how fast this GPU 
 they are compared at the same end of their ranges and never across.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

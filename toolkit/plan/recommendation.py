@@ -1,7 +1,5 @@
 """A recommendation as people and programs read it, and its scaling curve."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,8 +29,7 @@ class ScalingPoint:
     tokens_per_second: Range
     scaling_efficiency: Range
     """Tokens per second and GPU over those of the smallest world size, at the same end of the range."""
-    failure_loss: float
-    """Share of the time lost to failures, at the best interval between checkpoints."""
+    failure_loss: float  # share of the time lost to failures, at the best interval between checkpoints
 
 
 def scaling_curve(candidate: Candidate, request: RecommendRequest) -> list[ScalingPoint]:

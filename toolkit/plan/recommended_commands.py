@@ -1,7 +1,5 @@
 """The commands that train and compare what a recommendation chose, for a shell."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence
@@ -79,6 +77,10 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     return f"{launcher} -m toolkit.train {words}"
 
 
+# What starts these programs: docs/how-to/your-own-script.md.
+MODULES = {"axolotl": "axolotl.cli.train", "llama-factory": "llamafactory.launcher", "ms-swift": "swift.cli.sft"}
+
+
 def rehearsal_command(candidate: Candidate) -> str | None:
     """Return the command that measures one rank of another program's job; None where none can be rehearsed."""
     preset, method = candidate.preset, candidate.job.method
@@ -88,8 +90,9 @@ def rehearsal_command(candidate: Candidate) -> str | None:
     flag, program = next((flag for flag, why in refused.items() if why is None), None), candidate.job.numerics.program
     if flag is None or program == "torchtune":  # which has no Trainer to observe
         return None
-    has_module = program == "trl" and method.spec.trainer is None
-    script = f"--module trl.scripts.{method.method}" if has_module else "--script SCRIPT"
+    module = f"trl.scripts.{method.method}" if program == "trl" and method.spec.trainer is None else None
+    module = MODULES.get(program, module)
+    script = "--script SCRIPT" if module is None else f"--module {module}"
     return f"toolkit rehearse --preset {preset.name} --num-processes {size}{flag} {script} -- ARGUMENTS"
 
 

@@ -4,8 +4,6 @@ The constants of `Calibration` are fitted to published rows, all others are publ
 source; `toolkit.plan.step_time` adds the parts up.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ compared with every row that states enough, also with constants that were fitted
 `tests/plan/test_step_time.py` (docs/concepts/plan.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -98,12 +96,9 @@ class StepTime:
     """Planned times of one optimizer step; every range is (low, high)."""
 
     estimate_seconds: float
-    step_seconds: Range
-    """Interval that has nine of ten published steps."""
-    fastest_seconds: float
-    """The step at the highest share of the peak that anyone has measured for its method."""
-    seconds_at_ends: Range
-    """The estimate with interconnect, host and disk at their best rates, and at their worst."""
+    step_seconds: Range  # interval that has nine of ten published steps
+    fastest_seconds: float  # the step at the highest share of the peak that anyone has measured for its method
+    seconds_at_ends: Range  # the estimate with interconnect, host and disk at their best rates, and at their worst
     compute_seconds: float
     communication_seconds: Range  # all collectives, without overlap, at the best rates and at the worst
     offload_seconds: Range  # transfers to and from host and disk, and AdamW on the host; (0, 0) without offload
@@ -112,10 +107,8 @@ class StepTime:
     tokens_per_step_per_gpu: int
     flops_per_token: int  # operations that MFU counts: full attention, all parameters that a token passes through
     peak_flops: float
-    wider_for: tuple[str, ...] = ()
-    """Reasons for which the interval is wider than that of published rows."""
-    calibrated_by: str | None = None
-    """The run folder whose measured step multiplies the estimate."""
+    wider_for: tuple[str, ...] = ()  # reasons for which the interval is wider than that of published rows
+    calibrated_by: str | None = None  # the run folder whose measured step multiplies the estimate
     precompute_seconds: float = 0.0
     """Scoring the rows of one step with a reference, once before training; part of no step."""
     without_generation: bool = False
@@ -152,8 +145,7 @@ class MeasuredStep:
     run: str
     setup: TrainingSetup
     planned: StepTime
-    seconds: float
-    """Median of its timed steps."""
+    seconds: float  # median of its timed steps
     seconds_p90: float
 
     @property

@@ -1,7 +1,5 @@
 """Which GPUs, and how many of each, a job needs: `toolkit plan MODEL` on a node without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -38,10 +36,8 @@ def gpus_for(request: PlanRequest, costs: Cost) -> list[Plan]:
         if reasons and (why := reasons[-1]) is not None and all(reasons):
             raise ToolkitError(why.message, hint=why.hint)
         kinds = ", ".join(sorted(costs.prices)) or "any GPU"
-        raise ToolkitError(
-            f"nothing fits on up to {max(sizes):,} of {kinds}",
-            hint="`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`",
-        )
+        hint = "`--activation-checkpointing`, `--lora-r 16`, or a smaller `--per-device-train-batch-size`"
+        raise ToolkitError(f"nothing fits on up to {max(sizes):,} of {kinds}", hint=hint)
     return sorted(plans, key=cost)
 
 

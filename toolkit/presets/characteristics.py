@@ -12,35 +12,13 @@ steps: what the run-time verification counts. With N ranks, each engine pads its
 - FSDP2 cuts the first dimension into N parts, so the first ranks hold ceil(d/N) of its d rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.engines.engine import PARTS
+from toolkit.presets.layout_rules import RULES
 from toolkit.presets.spec import PresetSpec
 from toolkit.presets.support import limitations
-
-# Ranks that share rows exchange activations in each layer, forward and backward, in addition.
-ACTIVATION_COMMUNICATION = {
-    "pp": "activations to the next stage and their gradients back, per accumulation step",
-    "tp": "all-reduces of activations in each layer",
-    "ep": "all-to-alls of tokens, to their experts and back",
-    "cp": "keys and values in a ring",
-    "sp": "all-to-alls of attention heads",
-}
-# Dimension -> the other way to do the same; tensor and expert parallelism have none among the presets.
-OTHER_DIMENSION = {
-    "cp": "`sp`: other GPUs' heads instead of their keys and values",
-    "sp": "`cp`: other GPUs' keys and values instead of their heads",
-}
-GPUS_OF_DEGREE = {
-    "pp": "GPUs with different layers",
-    "tp": "GPUs that split each layer",
-    "ep": "GPUs with different experts",
-    "cp": "GPUs that split each sequence",
-    "sp": "GPUs that split each sequence",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +69,13 @@ def characteristics(preset: PresetSpec) -> Characteristics:
     if "ep" in preset.parallel:
         volume = volume.replace(" per", " without experts, 3 P/E of experts, per")
     if preset.degrees:
-        fsdp1_name, other_name = None, OTHER_DIMENSION.get(preset.degrees[0])
+        fsdp1_name, other_name = None, RULES["other_dimension"].get(preset.degrees[0])
     parameter, gradient, optimizer = (_state_bytes(preset, part) for part in PARTS)
     return Characteristics(
         parameter=parameter,
         gradient=gradient,
         optimizer=optimizer,
-        communication="; ".join([volume, *(ACTIVATION_COMMUNICATION[name] for name in preset.degrees)]),
+        communication="; ".join([volume, *(RULES["communication"][name] for name in preset.degrees)]),
         needs=_needs(preset),
         not_with=limitations(preset),
         fsdp1_name=fsdp1_name,
@@ -114,7 +92,7 @@ def _state_bytes(preset: PresetSpec, part: str) -> StateBytes:
     # Gradients are reduced to the device of the optimizer.
     device = preset.offload_param if part == "parameter" else preset.offload_optimizer
     if part == "gradient" and device:
-        unsharded = preset.traits.offloaded_gradient_bytes(preset.sharding)
+        unsharded = preset.traits.offloaded_gradient_bytes.get(preset.sharding, unsharded)
     if part == "gradient" and device == "nvme":
         device = "cpu"
     return StateBytes(unsharded_bytes=unsharded, shards=shards, device=device or "gpu")
@@ -124,7 +102,7 @@ def _needs(preset: PresetSpec) -> tuple[str, ...]:
     needs = [f"{preset.processes} processes"]
     if preset.replicas > 1:
         needs.append(f"the launcher's `--parallelism_config_dp_shard_size` S = N/{preset.replicas}")
-    needs += [f"`--{name}`, the number of {GPUS_OF_DEGREE[name]}" for name in preset.degrees]
+    needs += [f"`--{name}`, the number of {RULES['gpus_of_degree'][name]}" for name in preset.degrees]
     if {"dp_replicate", "dp_shard"} <= set(preset.parallel):
         needs.append("`--dp_replicate`, if it is not 2: S = N/replicas")
     if preset.sharded_at_load:

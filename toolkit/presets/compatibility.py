@@ -3,8 +3,6 @@
 A rule is a generator function of a `Case` that yields where it objects; `toolkit.presets.support` lists them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -74,15 +72,15 @@ class Case:
 
     def option(self, name: str) -> str:
         """The flag as it is typed: the planner's options are spelled with dashes."""
-        return "--" + (name.replace("_", "-") if self.purpose in ("plan", "recommend") else name)
+        flag, *value = name.split(" ", 1)
+        return " ".join(["--" + (flag.replace("_", "-") if self.purpose in ("plan", "recommend") else flag), *value])
 
     def degree(self, name: str, degree: int) -> str:
         """A degree of parallelism as it is typed."""
         return f"{name}={degree}" if self.purpose == "script" else f"{self.option(name)} {degree}"
 
 
-Answer = tuple[str, str, str | None]
-"""Clause, sentence, hint."""
+Answer = tuple[str, str, str | None]  # clause, sentence, hint
 Answers = Iterator[Answer]
 Rule = Callable[[Case], Answers]
 

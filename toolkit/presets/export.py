@@ -7,8 +7,6 @@ distributed_type: MULTI_GPU
 mixed_precision: bf16
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,10 +37,8 @@ def preset_text(preset: Preset, form: str) -> str:
         raise ToolkitError(f"--as {form} is not one of {', '.join(FORMS)}")
     settings = preset.deepspeed_config()
     if settings is None:
-        raise ToolkitError(
-            f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}",
-            hint=f"`toolkit preset show {preset.name}`",
-        )
+        what = f"preset {preset.name!r} has no DeepSpeed JSON: its engine is {preset.engine}"
+        raise ToolkitError(what, hint=f"`toolkit preset show {preset.name}`")
     json_path = preset.deepspeed_config_path
     return json.dumps(settings, indent=2) + "\n" if json_path is None else read_text(json_path)
 

@@ -9,23 +9,20 @@ the launcher, accelerate and DeepSpeed. `tests/presets/test_known_keys.py` compa
 installed libraries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, did_you_mean, shown
-from toolkit.files.documents import LOADER, unexpected
+from toolkit.files.documents import read_table, unexpected
 from toolkit.parallel.layout import DIMENSIONS
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 MAX_TEXT = 4096
+FP8_HINT = "presets have no `fp8`: `toolkit plan --fp8` plans torchao's beside a bf16 preset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,88 +49,68 @@ def one_of(*choices: object) -> ValueType:
     return ValueType(words, lambda value: any(type(value) is type(each) and value == each for each in choices))
 
 
-def either(first: ValueType, second: ValueType) -> ValueType:
-    """Return the type of a value that may be of two types."""
-    expected = f"{first.expected}, or {second.expected}"
-    return ValueType(expected, lambda value: first.accepts(value) or second.accepts(value))
-
-
-def or_auto(kind: ValueType) -> ValueType:
-    """Return the type with `auto`, which the Trainer fills in or DeepSpeed replaces by its default."""
-    return ValueType(f'{kind.expected}, or "auto"', lambda value: value == AUTO or kind.accepts(value))
-
-
-def or_null(kind: ValueType) -> ValueType:
-    """Return the type with null, which stands for the library's default."""
-    return ValueType(kind.expected, lambda value: value is None or kind.accepts(value), kind.hint)
-
-
-SWITCH = ValueType("true or false", lambda value: type(value) is bool, "without quotes")
-TEXT = ValueType("text in one line", _is_text, "put a number or a word like `no` in quotes")
-SETTINGS = ValueType(
-    "text: a path, or JSON", lambda value: isinstance(value, str) and _is_text(value.replace("\n", ""))
-)
-COUNT = ValueType("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
-DEGREE = ValueType("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
-WHOLE = ValueType("a whole number", _is_whole)
-LIST = ValueType("a list", lambda value: isinstance(value, list))
-STRING = ValueType("text", lambda value: isinstance(value, str))
-NUMBER = ValueType("a number of 0 or more", lambda value: type(value) in (int, float) and float(value) >= 0)
-BLOCK = ValueType("keys and values", lambda value: isinstance(value, dict))
-NOTHING = ValueType("nothing: no preset uses it", lambda value: not value, "remove the key")
-ANYTHING = ValueType("a value that DeepSpeed checks", lambda _: True)
-STAGE = ValueType("0, 1, 2 or 3", lambda value: type(value) in (int, float) and value in STAGES)
-RESHARD = ValueType("true or false under FSDP2", SWITCH.accepts, "true is full_shard, false is shard_grad_op")
-PARALLEL = ValueType(
-    f"a list of {', '.join(DIMENSIONS)}",
-    lambda value: isinstance(value, list) and all(name in DIMENSIONS for name in value),
-)
-
-PRECISIONS = ("no", "fp16", "bf16")
-FP8_HINT = "presets have no `fp8`: `toolkit plan --fp8` plans torchao's beside a bf16 preset"
 KINDS = {
-    **{"switch": SWITCH, "text": TEXT, "settings": SETTINGS, "count": COUNT, "degree": DEGREE, "whole": WHOLE},
-    **{
-        "list": LIST,
-        "string": STRING,
-        "number": NUMBER,
-        "block": BLOCK,
-        "nothing": NOTHING,
-        "anything": ANYTHING,
-        "stage": STAGE,
-    },
-    **{"reshard": RESHARD, "parallel": PARALLEL, "device": one_of(*OFFLOAD_DEVICES), "stage number": one_of(*STAGES)},
-    "precision": ValueType("no, fp16 or bf16", PRECISIONS.__contains__, FP8_HINT),
+    "switch": ValueType("true or false", lambda value: type(value) is bool, "without quotes"),
+    "text": ValueType("text in one line", _is_text, "put a number or a word like `no` in quotes"),
+    "settings": ValueType(
+        "text: a path, or JSON", lambda each: isinstance(each, str) and _is_text(each.replace("\n", ""))
+    ),
+    "count": ValueType("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0),
+    "degree": ValueType("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1),
+    "whole": ValueType("a whole number", _is_whole),
+    "list": ValueType("a list", lambda value: isinstance(value, list)),
+    "string": ValueType("text", lambda value: isinstance(value, str)),
+    "number": ValueType("a number of 0 or more", lambda each: type(each) in (int, float) and float(each) >= 0),
+    "block": ValueType("keys and values", lambda value: isinstance(value, dict)),
+    "nothing": ValueType("nothing: no preset uses it", lambda value: not value, "remove the key"),
+    "anything": ValueType("a value that DeepSpeed checks", lambda _: True),
+    "stage": ValueType("0, 1, 2 or 3", lambda value: type(value) in (int, float) and value in STAGES),
+    "reshard": ValueType(
+        "true or false under FSDP2", lambda value: type(value) is bool, "true is full_shard, false is shard_grad_op"
+    ),
+    "parallel": ValueType(
+        f"a list of {', '.join(DIMENSIONS)}",
+        lambda value: isinstance(value, list) and all(each in DIMENSIONS for each in value),
+    ),
+    "device": one_of(*OFFLOAD_DEVICES),
+    "stage number": one_of(*STAGES),
+    "precision": ValueType("no, fp16 or bf16", ("no", "fp16", "bf16").__contains__, FP8_HINT),
+    "null": ValueType("null", lambda value: value is None),  # the library's default
+    "auto": ValueType('"auto"', lambda value: value == AUTO),  # the Trainer fills it in, or DeepSpeed has a default
     "machine": one_of("LOCAL_MACHINE"),
     "wrap policy": one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "state dict": one_of("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"),
     "fsdp version": one_of(2, 1, "2", "1"),
 }
-"""Types by their names in `known_keys.yaml`, which adds `or null`, `or auto`, and `or` another of them."""
+"""Types by their names in `known_keys.yaml`, which joins some with `or`."""
+BLOCK, NOTHING, RESHARD, STAGE = (KINDS[name] for name in ("block", "nothing", "reshard", "stage"))
 Types = Mapping[str, ValueType]
 
 
 def _kind(words: str) -> ValueType:
     name, *others = words.split(" or ")
     kind = KINDS[name]
-    for other in others:
-        kind = or_null(kind) if other == "null" else or_auto(kind) if other == "auto" else either(kind, KINDS[other])
+    for other in others:  # each after the first adds the values that it accepts
+        kind = _either(kind, KINDS[other], is_null=other == "null")
     return kind
 
 
+def _either(first: ValueType, second: ValueType, *, is_null: bool) -> ValueType:
+    expected, hint = (first.expected, first.hint) if is_null else (f"{first.expected}, or {second.expected}", None)
+    return ValueType(expected, lambda value: first.accepts(value) or second.accepts(value), hint)
+
+
 def _read_blocks() -> dict[str, dict[str, Types]]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         program: {
             block: {key: kind for words, keys in table.items() for kind in [_kind(words)] for key in keys.split()}
             for block, table in blocks.items()
         }
-        for program, blocks in yaml.load(text, Loader=LOADER).items()
+        for program, blocks in read_table(__file__).items()
     }
 
 
-ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS = _read_blocks().values()
-"""Dotted name of each block that is checked to its keys -> key -> type."""
+ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS = _read_blocks().values()  # dotted name of a block -> key -> type
 
 
 def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types], path: Path) -> None:
@@ -144,10 +121,8 @@ def check_keys_and_values(config: Mapping[str, Any], blocks: Mapping[str, Types]
         for key in map(str, values):
             if key not in known:
                 examples = f"remove it; {where} has keys like {', '.join(sorted(known)[:8])}"
-                raise ToolkitError(
-                    f"{path}: unknown key {shown(key)} in {where}; engines silently ignore such a key",
-                    hint=did_you_mean(key[:200], known, otherwise=examples),
-                )
+                what = f"{path}: unknown key {shown(key)} in {where}; engines silently ignore such a key"
+                raise ToolkitError(what, hint=did_you_mean(key[:200], known, otherwise=examples))
     for block, values in found.items():
         for key, kind in blocks[block].items():
             if key in values and not kind.accepts(values[key]):

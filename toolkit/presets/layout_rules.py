@@ -1,10 +1,10 @@
 """Compatibility rules of tensor, expert, context, sequence and pipeline parallelism, and of the world size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
+from typing import Any
 
+from toolkit.files.documents import read_table
 from toolkit.models.attention import AUTO
 from toolkit.models.lora import ALL_LINEAR, RENAMED_TARGETS
 from toolkit.models.split import types_with_plan
@@ -12,46 +12,7 @@ from toolkit.parallel.layout import DEFAULT_REPLICAS, NAMES, SAME_ROWS
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer, preset_answer
 from toolkit.presets.spec import PresetSpec
 
-# What trains the same with whole sequences, or with all layers on each GPU.
-_WHOLE_SEQUENCES = {"cp": "`--preset fsdp2`", "sp": "`--preset zero3`", "pp": "`--preset ddp`"}
-_PRESETS_OF_DEGREE = {
-    "pp": "`--preset pipeline_1f1b`",
-    "tp": "`--preset fsdp2_tp`, or `tp` without sharding",
-    "cp": "`--preset cp`",
-    "sp": "`--preset ulysses`",
-    "ep": "`--preset ep`, or `ep_tp` with tensor parallelism",
-    "dp_replicate": "`--preset hsdp_tp`",
-}
-_LEAVE_OUT = "leave it out, or `--preset fsdp2`"
-_USE_DDP = "leave it out, or `--preset ddp`"
-# Methods that are wrong, or that were never run, where layers or sequences are split: why, and what to do.
-_NOT_SPLIT = {
-    "load_in_4bit": ("packed 4-bit weights are no matrix that could be split", "`--preset fsdp2`"),
-    "torch_compile": ("compiled layers were never run beside its collectives", _LEAVE_OUT),
-    "use_liger_kernel": ("Liger's kernels read whole weights and whole sequences", _LEAVE_OUT),
-    "auto_find_batch_size": ("the Trainer cannot make the split model anew", "leave it out"),
-    "streaming": ("a stream deals rows to single ranks, and here several train on the same rows", _LEAVE_OUT),
-    "fp16": ("fp16's loss scale was never run with it", "`--bf16 true`"),
-}
-_NOT_RESUMABLE = {
-    "activation_checkpointing_offload": ("the offload was never run with it", "leave it out"),
-    "save_only_model": ("a checkpoint could not be resumed", "leave it out"),
-}
-_NOT_AT_LOAD = {
-    "freeze": ("its parts are sharded in one dtype before any is frozen", _LEAVE_OUT),
-    "train_only": ("its parts are sharded in one dtype before any is frozen", _LEAVE_OUT),
-    **_NOT_RESUMABLE,
-    "lora_config": ("only plain LoRA was run on a model that is sharded at load", _LEAVE_OUT),
-}
-_NOT_IN_STAGES = {
-    "lora_r": ("stages hold no adapters yet", "`--preset fsdp2` or `ddp`"),
-    "freeze": ("a stage without trained weights was never run", _USE_DDP),
-    "train_only": ("a stage without trained weights was never run", _USE_DDP),
-    **_NOT_RESUMABLE,
-    "neftune_noise_alpha": ("the noise was never run on a stage's embedding", _USE_DDP),
-    "label_smoothing_factor": ("the stage with the head computes the model's own loss", _USE_DDP),
-}
-_NOT_WITH_SEQUENCES = {"packing": ("a packed row's documents would attend to each other across ranks", _LEAVE_OUT)}
+RULES: dict[str, dict[str, Any]] = read_table(__file__, "rules")
 
 
 def next_world_size(preset: PresetSpec, world_size: int) -> int:
@@ -118,9 +79,9 @@ def degree_of_preset(case: Case) -> Answers:
             yield job_answer(f"{option} is {degree}, expected 1 or more", None)
         elif preset is not None and degree > 1 and name not in preset.parallel:
             why = f"it has no {NAMES[name]}"
-            yield why, f"{typed} does not work under preset {preset.name!r}: {why}", _PRESETS_OF_DEGREE[name]
-        elif preset is not None and degree == 1 and name in _WHOLE_SEQUENCES and name in preset.parallel:
-            yield job_answer(f"{typed} under preset {preset.name!r} divides nothing", _WHOLE_SEQUENCES[name])
+            yield why, f"{typed} does not work under preset {preset.name!r}: {why}", RULES["presets_of_degree"][name]
+        elif preset is not None and degree == 1 and name in RULES["whole_sequences"] and name in preset.parallel:
+            yield job_answer(f"{typed} under preset {preset.name!r} divides nothing", RULES["whole_sequences"][name])
 
 
 def degree_world_size(case: Case, preset: PresetSpec) -> Answers:
@@ -188,14 +149,14 @@ def parallel_method(case: Case, preset: PresetSpec) -> Answers:
     if not preset.parallel:
         return
     in_stages, at_load = "pp" in preset.parallel, preset.sharded_at_load
-    also = _NOT_IN_STAGES if in_stages else _NOT_AT_LOAD if at_load else _NOT_WITH_SEQUENCES
-    for name, (because, hint) in {**_NOT_SPLIT, **also}.items():
+    also = "not_in_stages" if in_stages else "not_at_load" if at_load else "not_with_sequences"
+    for name, (because, hint) in (RULES["not_split"] | RULES[also]).items():
         if case.uses(name):
             yield method_answer(case, name, because, hint)
     if job.loss == "chunked" and {"tp", "pp"} & set(preset.degrees):
         why = "the chunked loss was never run on a stage" if in_stages else "the head is split over ranks"
         yield method_answer(case, "loss chunked", why, "leave `--loss` out: it is `full` here")
-    attention, hint = f"attn_implementation {job.attn_implementation}", "`--attn_implementation sdpa`"
+    attention, hint = f"attn_implementation {job.attn_implementation}", f"`{case.option('attn_implementation sdpa')}`"
     if "sp" in preset.parallel and job.attn_implementation in ("eager", "flex_attention"):
         why = "heads are exchanged in front of SDPA and flash attention only"
         yield method_answer(case, attention, why, hint)
@@ -209,7 +170,7 @@ def pipeline_schedule(case: Case) -> Answers:
     if preset is not None and "pp" not in preset.parallel:
         for name in ("pipeline_schedule", "pipeline_chunks"):
             if getattr(job, name) is not None:
-                yield method_answer(case, name, "it has no pipeline", _PRESETS_OF_DEGREE["pp"])
+                yield method_answer(case, name, "it has no pipeline", RULES["presets_of_degree"]["pp"])
         return
     settings = job.pipeline
     if settings is None or case.purpose in ("script", "convert", "recommend"):  # accumulation steps are not known

@@ -1,6 +1,6 @@
 """Compatibility rules of training methods: freezing, QLoRA, optimizers, attention, accumulation, checkpoints."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 from toolkit.engines.ddp import Single
 from toolkit.engines.engine import Engine
@@ -10,19 +10,8 @@ from toolkit.job.argument_values import nearest_word
 from toolkit.models.attention import AUTO, FLASH_ATTENTION, VARLEN, needs_no_mask
 from toolkit.models.optimizers import OPTIMIZERS, why_not_planned
 from toolkit.presets.compatibility import Answers, Case, job_answer, method_answer, preset_answer
+from toolkit.presets.layout_rules import RULES
 from toolkit.presets.spec import PresetSpec, default_accumulate
-
-_GPU_ONLY_METHODS = {
-    "use_liger_kernel": ("its kernels are written in Triton", "leave it out on a CPU"),
-    "activation_checkpointing_offload": ("on a CPU activations are in host memory already", "leave it out on a CPU"),
-    "memory_snapshot": ("it records CUDA's allocator", "`--profile_steps 3:5` works on a CPU"),
-}
-# Attention of which no operator's output can be kept for the backward pass.
-_NOTHING_TO_KEEP = {
-    "eager": "it has no kernel, whose output could be kept",
-    "flex_attention": "its compiled kernel was never run so",
-    "flash_attention_4": "its kernels are no operators of torch",
-}
 
 
 def freeze_and_train_only(case: Case) -> Answers:
@@ -38,15 +27,12 @@ def checkpointing_kind(case: Case) -> Answers:
     given = job.activation_checkpointing_kwargs or job.gradient_checkpointing_kwargs or {}
     without_sdpa = job.attn_implementation in (None, AUTO) and model is not None and not model.sdpa
     attention = "eager" if without_sdpa else str(job.attn_implementation)
-    nothing = _NOTHING_TO_KEEP.get(attention)
+    nothing = RULES["nothing_to_keep"].get(attention)
+    reentrant = given.get("use_reentrant")
     refused = (
         (not job.uses_activation_checkpointing, f"without {option}: nothing is recomputed", f"add `{option} true`"),
         (job.activation_checkpointing_offload, f"with {option}_offload: its outputs would stay on the GPU", "use one"),
-        (
-            given.get("use_reentrant"),
-            "with use_reentrant: all is recomputed then",
-            f"leave it out of `{option}_kwargs`",
-        ),
+        (reentrant, "with use_reentrant: all is recomputed then", f"leave it out of `{option}_kwargs`"),
         (nothing, f"with attention {attention}: {nothing}", "leave it out, or `--attn_implementation sdpa`"),
     )
     for is_so, why, hint in refused:
@@ -68,9 +54,8 @@ def selective_checkpointing(case: Case, preset: PresetSpec) -> Answers:
 def four_bit_needs_lora(case: Case) -> Answers:
     if case.job.load_in_4bit and not case.job.is_lora:
         option = case.option("lora_r")
-        yield job_answer(
-            f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained", f"add `{option} 16`"
-        )
+        why = f"{case.option('load_in_4bit')} needs {option}: 4-bit weights are not trained"
+        yield job_answer(why, f"add `{option} 16`")
 
 
 def freeze_with_lora(case: Case) -> Answers:
@@ -110,7 +95,7 @@ def chunked_with_liger(case: Case) -> Answers:
 
 
 def gpu_only_method(case: Case) -> Answers:
-    for name, (because, hint) in _GPU_ONLY_METHODS.items():
+    for name, (because, hint) in RULES["gpu_only"].items():
         if case.on_cpu and case.uses(name):
             yield job_answer(f"--{name} needs a GPU: {because}", hint)
 
@@ -174,7 +159,6 @@ def attention_model(case: Case) -> Answers:
 
 
 def _working_attention(case: Case) -> str:
-    """Name the functions that run on every device."""
     model = case.model.attention
     names = (VARLEN, "sdpa") if model is None else model.working
     working = [name for name in names if case.job.packing or name != VARLEN]
@@ -213,9 +197,8 @@ def async_save(case: Case, preset: PresetSpec) -> Answers:
 
 
 def auto_find_batch_size(case: Case, preset: PresetSpec) -> Answers:
-    if not case.job.auto_find_batch_size:
-        return
-    if preset.traits.rejects_auto_find_batch_size(preset.sharding):
+    rejects = preset.traits.rejects_auto_find_batch_size and preset.shards_parameters
+    if case.job.auto_find_batch_size and rejects:
         why = "the Trainer rejects it with ZeRO-3"
         yield method_answer(case, "auto_find_batch_size", why, "leave it out, or `--preset zero2`")
 
@@ -260,7 +243,7 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
         yield why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
 
 
-def _no_optimizer(engine: Engine, optim: str) -> tuple[str, str] | None:
+def _no_optimizer(engine: Engine, optim: str) -> Sequence[str] | None:
     answers = engine.no_optimizer
     return answers.get(optim) or answers.get(optimizer_library(optim))
 

@@ -172,13 +172,10 @@ def _engine(config: dict[str, Any], path: Path) -> tuple[Engine, tuple[str, ...]
 
 
 def _read_settings(config: dict[str, Any], path: Path) -> tuple[dict[str, Any], Path | None, str | None]:
-    """DeepSpeed's settings, their JSON, and their text where the YAML has them itself."""
     named: str | None = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named is None:
-        raise ToolkitError(
-            f"{path}: deepspeed_config names no deepspeed_config_file",
-            hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`",
-        )
+        what = f"{path}: deepspeed_config names no deepspeed_config_file"
+        raise ToolkitError(what, hint="put the DeepSpeed settings, as JSON, below `deepspeed_config_file: |`")
     settings = settings_for_path(named, f"{path}: deepspeed_config_file")
     if settings is None:
         json_path = _named_json(named, path)
@@ -195,9 +192,8 @@ def _named_json(named: str, path: Path) -> Path:
     tried = [folder / relative for folder in (path.resolve().parent.parent, path.resolve().parent, Path.cwd())]
     found = next(filter(is_file, tried), None) or next(filter(os.path.lexists, tried), None)
     if found is None:
-        raise ToolkitError(
-            f"{path}: deepspeed_config_file {shown(named)} does not exist", hint=f"tried {tried[0]} first"
-        )
+        what = f"{path}: deepspeed_config_file {shown(named)} does not exist"
+        raise ToolkitError(what, hint=f"tried {tried[0]} first")
     return Path(os.path.realpath(found))
 
 
@@ -210,10 +206,9 @@ def _json_beside(settings: dict[str, Any], path: Path) -> Path | None:
         others = sorted((folder.parent / "ds_configs").glob("*.json"))
         return next((each for each in others if read_configuration(each) == settings), None)
     if read_configuration(beside) != settings:
-        raise ToolkitError(
-            f"{beside} differs from the settings in {path}, which are those that accelerate reads",
-            hint=f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`",
-        )
+        what = f"{beside} differs from the settings in {path}, which are those that accelerate reads"
+        hint = f"change both, remove the JSON, or let the YAML name it: `deepspeed_config_file: {beside}`"
+        raise ToolkitError(what, hint=hint)
     return beside
 
 

@@ -3,16 +3,11 @@
 `tests/lint/test_library_behaviour.py` checks that the installed libraries refuse them.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
-import yaml
+from toolkit.files.documents import read_table
 
-from toolkit.files.documents import LOADER
-
-_TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=LOADER)
+_TABLES: dict[str, Any] = read_table(__file__)
 DEEPSPEED_REMOVED: dict[str, str | None] = _TABLES["deepspeed_removed"]
 ZERO_REMOVED: list[str] = _TABLES["zero_removed"]
 ZERO_DEPRECATED: dict[str, str] = _TABLES["zero_deprecated"]

@@ -3,8 +3,6 @@
 The files stay the only source of truth: `toolkit.presets.preset.read_preset` derives a spec from them.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -26,42 +24,26 @@ STRATEGY_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 class PresetSpec:
     """An accelerate YAML and its DeepSpeed JSON, read."""
 
-    name: str
-    """The stem of the accelerate YAML."""
-    summary: str
-    """When to choose it: the first comment line of the YAML."""
-    engine: str
-    """`none`, `ddp`, `deepspeed`, `fsdp2` or `pipeline`."""
-    sharding: str
-    """`replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard` or `hybrid_shard`."""
-    offload_optimizer: str | None
-    """`cpu`, `nvme` or None."""
-    offload_param: str | None
-    """`cpu`, `nvme` or None."""
-    mixed_precision: str
-    """Compute dtype on a GPU: `bf16`, `fp16` or `no` (fp32)."""
+    name: str  # the stem of the accelerate YAML
+    summary: str  # when to choose it: the first comment line of the YAML
+    engine: str  # `none`, `ddp`, `deepspeed`, `fsdp2` or `pipeline`
+    sharding: str  # `replicate`, `shard_optimizer`, `shard_grad_op`, `full_shard` or `hybrid_shard`
+    offload_optimizer: str | None  # `cpu`, `nvme` or None
+    offload_param: str | None  # `cpu`, `nvme` or None
+    mixed_precision: str  # compute dtype on a GPU: `bf16`, `fp16` or `no` (fp32)
     min_world_size: int
-    max_world_size: int | None = None
-    """1 for a single-process preset; None where there is no limit."""
-    world_size_multiple: int = 1
-    """The world size must be a multiple of it: the replicas of a hybrid mesh, or the GPUs per node of ZeRO++."""
-    replicas: int = 1
-    """Copies of the model in a hybrid mesh, unless the launcher's flags override it."""
-    needs_gpu: str | None = None
-    """Why the preset cannot run on a CPU, or None where it can."""
-    parallel: tuple[str, ...] = ()
-    """Dimensions of parallelism from the outermost to the innermost; empty for data parallelism alone."""
+    max_world_size: int | None = None  # 1 for a single-process preset; None where there is no limit
+    world_size_multiple: int = 1  # of the world size: the replicas of a hybrid mesh, or the GPUs per node of ZeRO++
+    replicas: int = 1  # copies of the model in a hybrid mesh, unless the launcher's flags override it
+    needs_gpu: str | None = None  # why the preset cannot run on a CPU, or None where it can
+    parallel: tuple[str, ...] = ()  # dimensions of parallelism, the outermost first; empty for data parallelism alone
     sharded_at_load: bool = False
     """True if transformers shards the model while it loads it (`DistributedConfig`), instead of accelerate later."""
     accelerate_config_path: Path
-    deepspeed_config_path: Path | None
-    """The JSON that the YAML names, or the one of the same name whose settings it repeats."""
-    deepspeed_text: str | None = None
-    """The settings that the YAML has itself, as JSON."""
-    config: Mapping[str, Any] = field(compare=False, repr=False)
-    """What is in the YAML."""
-    settings: Mapping[str, Any] | None = field(compare=False, repr=False)
-    """DeepSpeed's settings; None for another engine."""
+    deepspeed_config_path: Path | None  # the JSON that the YAML names, or that of its name with the same settings
+    deepspeed_text: str | None = None  # the settings that the YAML has itself, as JSON
+    config: Mapping[str, Any] = field(compare=False, repr=False)  # what is in the YAML
+    settings: Mapping[str, Any] | None = field(compare=False, repr=False)  # DeepSpeed's; None for another engine
 
     @property
     def traits(self) -> Engine:

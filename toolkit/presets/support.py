@@ -8,8 +8,6 @@ planner, the recommendation, the rehearsal, the checkpoint conversion, `toolkit 
     warnings = check_arguments(job, preset, num_processes=2, on_cpu=True)  # and what the preset sets or does not read
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 
@@ -73,15 +71,10 @@ def check_degrees_given(preset: PresetSpec, names: Collection[str], *, purpose: 
         raise ToolkitError(f"preset {preset.name!r} {why}", hint=f"add `{typed}`")
 
 
+_SWITCHES = ("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile")
 _DOCUMENTED_METHODS = {
     "QLoRA": Job(lora_r=16, load_in_4bit=True),
-    **{
-        f"`{name}`": Job().with_values(**{name: True})
-        for name in (
-            *("save_only_model", "async_save", "auto_find_batch_size", "packing", "streaming", "torch_compile"),
-            "use_liger_kernel",
-        )
-    },
+    **{f"`{name}`": Job().with_values(**{name: True}) for name in (*_SWITCHES, "use_liger_kernel")},
     "`freeze`": Job(freeze=("*",)),
 }
 
@@ -95,7 +88,8 @@ def limitations(preset: PresetSpec) -> tuple[str, ...]:
     lines = [f"{label}: {reason.why}" for label, reason in found if reason is not None]
     if preset.traits.uses_fsdp_plugin:
         lines.append("the Trainer's activation checkpointing together with FSDP's own")
-    return (*lines, *preset.traits.upstream_bugs(preset.sharding))
+    bug = preset.traits.upstream_bugs.get(preset.sharding)
+    return tuple(lines if bug is None else [*lines, bug])
 
 
 # -- a job's arguments under a preset
@@ -119,20 +113,16 @@ def check_arguments(
     if preset is not None:
         for name in STRATEGY_ARGUMENTS:
             if str(job.value(name) or "none").lower() not in ("none", "false"):
-                raise ToolkitError(
-                    f"--{name} would override the sharding of preset {preset.name!r}",
-                    hint="put it into an accelerate YAML of your own: `--preset FILE`",
-                )
+                what = f"--{name} would override the sharding of preset {preset.name!r}"
+                raise ToolkitError(what, hint="put it into an accelerate YAML of your own: `--preset FILE`")
         check_degrees_given(preset, job.degrees)
     device = CPU if on_cpu else Device()
     check_supported(preset, job, world_size=num_processes, device=device, purpose=purpose)
     # The Trainer cannot load the best model where a sharded checkpoint holds only the model.
     only_model = job.save_only_model and job.load_best_model_at_end
     if only_model and preset is not None and preset.traits.rejects_best_of_weights:
-        raise ToolkitError(
-            f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}",
-            hint="leave `--save_only_model` out",
-        )
+        what = f"--load_best_model_at_end does not work with --save_only_model under preset {preset.name!r}"
+        raise ToolkitError(what, hint="leave `--save_only_model` out")
     missing = missing_packages(job, on_cpu=on_cpu)
     if missing and here:
         raise missing[0]

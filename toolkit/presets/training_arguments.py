@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engines import sharded_at_load, split_sequences
 from toolkit.engines.compiled_ops import check_extensions_folder, path_with_ninja, use_cached_extensions
 from toolkit.engines.engine import ENGINE_VARIABLES
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.registry import ENGINES
 from toolkit.engines.zero_process import join_group_on_cpu
 from toolkit.errors import ToolkitError
@@ -74,10 +74,8 @@ def trainer_arguments(preset: PresetSpec, *, precision: str) -> dict[str, Any]:
     lost = [key for key in config if key not in YAML_KEYS and key not in known]
     lost += [key for block, keys in known.items() for key in config.get(block) or {} if key not in keys]
     if lost:
-        raise ToolkitError(
-            f"{preset.accelerate_config_path}: training arguments cannot carry {lost[0]!r}",
-            hint="start the script with `accelerate launch --config_file`, or remove the key",
-        )
+        what = f"{preset.accelerate_config_path}: training arguments cannot carry {lost[0]!r}"
+        raise ToolkitError(what, hint="start the script with `accelerate launch --config_file`, or remove the key")
     arguments: dict[str, Any] = {"bf16": precision == "bf16", "fp16": precision == "fp16"}
     arguments |= preset.traits.training_arguments(config, preset.settings)
     if preset.traits.chooses_accumulation:
@@ -136,18 +134,14 @@ def training_arguments(
 def from_pretrained_arguments(preset: PresetSpec, degrees: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that shard the model while it is loaded; none for other presets."""
     if preset.accelerate_config_path not in _presets_in_effect:
-        raise ToolkitError(
-            f"preset {preset.name!r} is not in effect yet in this process",
-            hint=f'`load_preset("{preset.name}").training_arguments(...)` comes first',
-        )
+        what = f"preset {preset.name!r} is not in effect yet in this process"
+        raise ToolkitError(what, hint=f'`load_preset("{preset.name}").training_arguments(...)` comes first')
     layout = _presets_in_effect[preset.accelerate_config_path]
     for name, degree in degrees.items():
         if layout is None or degree != getattr(layout, name):
             in_effect = "none" if layout is None else getattr(layout, name)
-            raise ToolkitError(
-                f"{name} is {degree} here and {in_effect} in `training_arguments`",
-                hint="leave it out here: the degrees in effect are taken",
-            )
+            what = f"{name} is {degree} here and {in_effect} in `training_arguments`"
+            raise ToolkitError(what, hint="leave it out here: the degrees in effect are taken")
     if layout is None or not preset.sharded_at_load:
         return {}
     half = os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -197,15 +191,13 @@ def accumulation_arguments(preset: PresetSpec, given: Mapping[str, Any]) -> dict
 def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[str, int], *, world_size: int) -> None:
     for name in STRATEGY_ARGUMENTS:
         if given.get(name) is not None:
-            raise ToolkitError(
-                f"{name} is set by the preset: {preset.name!r} uses {preset.engine}",
-                hint="`toolkit preset export DIR` copies the files, to change there and load by path",
-            )
+            what = f"{name} is set by the preset: {preset.name!r} uses {preset.engine}"
+            hint = "`toolkit preset export DIR` copies the files, to change there and load by path"
+            raise ToolkitError(what, hint=hint)
     if "LOCAL_RANK" not in os.environ and preset.traits.needs_launcher:
-        raise ToolkitError(
-            f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment",
-            hint=f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`",
-        )
+        what = f"preset {preset.name!r} needs a launcher: no LOCAL_RANK is in the environment"
+        hint = f"`torchrun --nproc_per_node {preset.min_world_size} script.py`, or `accelerate launch`"
+        raise ToolkitError(what, hint=hint)
     check_degrees_given(preset, degrees, purpose="script")
     check_supported(preset, Job().with_values(**degrees), world_size=world_size, purpose="script")
     strategy, optim = given.get("save_strategy", "steps"), given.get("optim") or DEFAULT_OPTIMIZER
@@ -220,17 +212,15 @@ def _check_given(preset: PresetSpec, given: Mapping[str, Any], degrees: Mapping[
 
 
 def _refuse_late_call(preset: PresetSpec) -> None:
-    """Refuse a process in which something was set up for another strategy: an engine, a process group, a model."""
     first = "call `training_arguments` first, before a model is loaded or an Accelerator is made"
     if _presets_in_effect:
         active = next(iter(_presets_in_effect)).stem
         raise ToolkitError(f"preset {active!r} is in effect in this process, so {preset.name!r} cannot be")
     for name in ENGINE_VARIABLES:
         if os.environ.get(name, "false").lower() == "true":
-            raise ToolkitError(
-                f"{name} is set: this script was started by `accelerate launch` with an engine of its own",
-                hint="leave out `--config_file` and similar flags; the preset configures its engine",
-            )
+            what = f"{name} is set: this script was started by `accelerate launch` with an engine of its own"
+            hint = "leave out `--config_file` and similar flags; the preset configures its engine"
+            raise ToolkitError(what, hint=hint)
     torch, state = sys.modules.get("torch"), sys.modules.get("accelerate.state")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ToolkitError("a process group exists already, made without the preset", hint=first)
@@ -240,10 +230,8 @@ def _refuse_late_call(preset: PresetSpec) -> None:
     if modeling is not None and (preset.shards_parameters or preset.sharded_at_load):
         gc.collect()  # a model that nothing references any more does no harm
         if any(issubclass(type(thing), modeling.PreTrainedModel) for thing in gc.get_objects()):
-            raise ToolkitError(
-                f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded",
-                hint=first,
-            )
+            what = f"a complete model is loaded already in every process; {preset.name!r} shards it while it is loaded"
+            raise ToolkitError(what, hint=first)
 
 
 def _prepare_cpu(preset: PresetSpec) -> None:

@@ -4,8 +4,6 @@ A folder in which steps were trained belongs to that run: another attempt resume
 it. One in which nothing was trained is used again.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from typing import Any, Literal
@@ -47,11 +45,7 @@ def check_start(folder: RunFolder, reuse: Reuse = "never") -> None:
 
 
 def start_attempt(folder: RunFolder, reuse: Reuse = "never") -> None:
-    """Prepare the folder, which this process holds, for a new attempt.
-
-    Except to resume, what an earlier attempt trained is removed. Raises ToolkitError as `check_start` does, and for a
-    folder that cannot be written.
-    """
+    """Prepare a held folder for an attempt, without what was trained unless it resumes. Raises ToolkitError."""
     check_start(folder, reuse)
     folder.check_writable()
     folder.make()
@@ -105,10 +99,7 @@ def restart_record(
 
 
 def record_restart(folder: RunFolder, *, resumed_step: int) -> list[dict[str, Any]]:
-    """Return the `restarts` of a run that resumes in its own folder, of which the last is that of the attempt before.
-
-    An attempt whose ranks could not write how they ended has failed. Empty where there is nothing to resume.
-    """
+    """Return the `restarts` of a run that resumes in its own folder, with that of the attempt before."""
     run = folder.read_run() or {}
     if not has_trained(folder) or run.get("status") == status.COMPLETED:
         return list(run.get("restarts", []))

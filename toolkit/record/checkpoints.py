@@ -6,8 +6,6 @@ interrupted save leaves only a `.saving-` folder, which nothing reads. One of th
 `.replaced-checkpoint-STEP` meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math
@@ -41,14 +39,11 @@ INCOMPLETE_MARK = "checkpoint-is-incomplete.txt"
 SAVING_PREFIX, REPLACED_PREFIX = ".saving-", ".replaced-"
 # Values of `--resume_from_checkpoint` for the newest complete checkpoint; the Trainer takes a bare flag or `true`.
 LATEST_WORDS = ("latest", "last", "true")
-AT_LOAD_OPTIMIZER = "optimizer_dcp"
-"""Folder of the optimizer states of a model that was sharded at load."""
-STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"
-"""Optimizer states of the stages on one rank of a pipeline."""
+AT_LOAD_OPTIMIZER = "optimizer_dcp"  # folder of the optimizer states of a model that was sharded at load
+STAGE_OPTIMIZER = "optimizer_stage{rank}.pt"  # optimizer states of the stages on one rank of a pipeline
 _NAME = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 # A DeepSpeed checkpoint of 10,000 parameters for any number of ranks has 40,000 files.
 _LIMITS = Limits(values=1_000_000, depth=16)
-
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenId = Annotated[Count, Field(lt=2**31)]
 
@@ -58,11 +53,9 @@ class _Record(BaseModel):
 
 
 class FileEntry(_Record):
-    path: str
-    """Relative to the checkpoint, and inside of it."""
+    path: str  # relative to the checkpoint, and inside of it
     bytes: Count
-    sha256: str | None = None
-    """None until it has been read back, after the save."""
+    sha256: str | None = None  # None until it has been read back, after the save
 
     @field_validator("path")
     @classmethod
@@ -79,10 +72,8 @@ class Fingerprint(_Record):
     input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=4096)]
     logits: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=4096)]
     compute_dtype: str | None = None
-    load_in_4bit: bool = False
-    """True if the base model of an adapter was in 4 bits."""
-    four_bit_matmul: str | None = None
-    """How 4-bit layers computed: `dequantized` or `packed_bf16`; None without them."""
+    load_in_4bit: bool = False  # True if the base model of an adapter was in 4 bits
+    four_bit_matmul: str | None = None  # how 4-bit layers computed: `dequantized` or `packed_bf16`; None without them
 
 
 class ConvertedFrom(_Record):
@@ -98,16 +89,13 @@ class Manifest(_Record):
     """The content of `manifest.json`; keys that are not known here are kept."""
 
     schema_version: Count = 1
-    step: Count
-    """Completed optimizer steps."""
+    step: Count  # completed optimizer steps
     preset: str | None = None
     engine: str | None = None
     sharding: str | None = None
     world_size: PositiveCount | None = None
-    layout: dict[str, PositiveCount] | None = None
-    """Degrees of parallelism; None for data parallelism alone."""
-    pipeline_chunks: PositiveCount | None = None
-    """Stages on each rank of a pipeline; None without one."""
+    layout: dict[str, PositiveCount] | None = None  # degrees of parallelism; None for data parallelism alone
+    pipeline_chunks: PositiveCount | None = None  # stages on each rank of a pipeline; None without one
     data_parallel_size: PositiveCount | None = None
     sharded_at_load: bool = False
     compute_dtype: str | None = None
@@ -123,8 +111,7 @@ class Manifest(_Record):
     streaming_buffer_size: Count | None = None
     dataset_weights: tuple[Finite, ...] | None = None
     fingerprint: Fingerprint | None = None
-    universal: bool = False
-    """In DeepSpeed's layout for any number of ranks."""
+    universal: bool = False  # in DeepSpeed's layout for any number of ranks
     converted_from: ConvertedFrom | None = None
     files: tuple[FileEntry, ...]
     sha256: str | None = None
@@ -215,10 +202,7 @@ def list_checkpoints(output_dir: Path) -> list[Checkpoint]:
 
 
 def latest_complete(output_dir: Path) -> Checkpoint | None:
-    """Return the newest checkpoint with all its files in their sizes; each one that is skipped is reported on stderr.
-
-    For where nothing is being saved.
-    """
+    """Return the newest complete checkpoint, by sizes; skipped ones are printed. Nothing may be saving."""
     _restore_replaced(output_dir)
     for checkpoint in list_checkpoints(output_dir):
         if (problem := checkpoint.problem()) is None:
@@ -235,10 +219,8 @@ def read_complete_checkpoint(path: Path) -> Checkpoint:
         return checkpoint
     older = [other for other in list_checkpoints(path.absolute().parent) if other.step < checkpoint.step]
     before = next((other for other in older if other.problem() is None), None)
-    raise ToolkitError(
-        f"checkpoint {path} cannot be used: {problem}",
-        hint="there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`",
-    )
+    hint = "there is no earlier complete one" if before is None else f"the previous one is complete: `{before.path}`"
+    raise ToolkitError(f"checkpoint {path} cannot be used: {problem}", hint=hint)
 
 
 def saving_folder(output_dir: Path, step: int) -> Path:
@@ -264,10 +246,7 @@ def _restore_replaced(output_dir: Path) -> None:
 
 
 def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Turn a folder whose files are all on disk into a checkpoint: write the manifest, then rename the folder.
-
-    `manifest` has the keys of `Manifest`. A checkpoint of the same name is moved away first: the two are never mixed.
-    """
+    """Turn a folder on disk into a checkpoint: write `Manifest`'s keys, move one of that name away, rename."""
     _write_manifest(folder, {"schema_version": SCHEMA_VERSION, **manifest})
     replaced = checkpoint.with_name(f"{REPLACED_PREFIX}{checkpoint.name}")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -279,10 +258,7 @@ def commit_checkpoint(folder: Path, checkpoint: Path, manifest: dict[str, Any]) 
 
 
 def add_checksums(checkpoint: Path) -> None:
-    """Read a complete checkpoint back, and add the SHA-256 of each file that is seen from here to its manifest.
-
-    Raises OSError or ToolkitError for one that is removed meanwhile.
-    """
+    """Add SHA-256 to a manifest, by reading back. Raises OSError or ToolkitError for one that is removed."""
     manifest = read_json_object(checkpoint / MANIFEST, limits=_LIMITS)
     for entry in manifest["files"]:
         with contextlib.suppress(ToolkitError):  # on another node's disk

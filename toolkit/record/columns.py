@@ -8,8 +8,6 @@ JSON, CSV, tables and the reference pages are made from it.
 ('s', 'the median over repeats')
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +17,7 @@ from typing import Annotated, Any, Self
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 
-Format = Callable[[Any], str]
-"""Writes a value as a table shows it."""
+Format = Callable[[Any], str]  # writes a value as a table shows it
 
 
 class Repeats(StrEnum):
@@ -88,8 +85,7 @@ Bytes = Count | None
 Real = Annotated[float, Strict()]
 NonNegativeReal = Annotated[float, Strict(), Ge(0)]
 Share = Annotated[float, Strict(), Ge(0), Le(1)]
-Interval = tuple[NonNegativeReal, NonNegativeReal]
-"""Low and high end."""
+Interval = tuple[NonNegativeReal, NonNegativeReal]  # low and high end
 Number = Annotated[Real | None, BeforeValidator(_none_if_not_finite)]
 Measured = Annotated[NonNegativeReal | None, BeforeValidator(_none_if_not_finite)]
 PerStep = tuple[Number, ...]

@@ -4,8 +4,6 @@
 'rank1.jsonl'
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -28,8 +26,7 @@ from toolkit.files.secrets import hide_secrets
 PREPARED_VARIABLE = "TOOLKIT_RUN_PREPARED"
 # For a script of the user's own: the checkpoint that its first training resumes from; empty if a restart may name one.
 RESUME_VARIABLE = "TOOLKIT_RESUME"
-# The ranks that the job asked for, in all.
-WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"
+WORLD_SIZE_VARIABLE = "TOOLKIT_WORLD_SIZE"  # the ranks that the job asked for, in all
 SCHEMA_VERSION = 1
 # Incremented whenever the meaning of a number changes, so that reports are not compared across the change.
 MEASUREMENT_VERSION = 1
@@ -70,21 +67,14 @@ class RunFolder:
         return Path((self.read_run() or {}).get("checkpoints_folder") or self.path)
 
     def update_run(self, **facts: Any) -> dict[str, Any]:
-        """Merge facts into run.json, and return its content.
-
-        One process after the other: the launcher, rank 0 and a rank that fails may all have something to say.
-        """
+        """Merge facts into run.json, one process after the other, and return its content."""
         with _alone(self.path / "ranks" / RUN_JSON_LOCK):
             run = (self.read_run() or {"schema_version": SCHEMA_VERSION}) | facts
             write_json(self.run_json, run)
         return run
 
     def hold(self, *, wait_seconds: float = 0) -> int | None:
-        """Lock the folder for this process and those that inherit the descriptor, until the last of them exits.
-
-        Returns the descriptor, or None on a file system without locks. Raises ToolkitError while another run holds it,
-        after `wait_seconds`.
-        """
+        """Lock the folder as `lock_file` does, and wait `wait_seconds` for another run to release it."""
         self.make()
         deadline = time.monotonic() + wait_seconds
         while True:
@@ -131,10 +121,8 @@ class RunFolder:
 
     def unwritable(self, error: OSError) -> ToolkitError:
         """Return the error for a folder that the system refuses to write."""
-        return ToolkitError(
-            f"output_dir {self.path} cannot be written: {error.strerror}",
-            hint=f"name a folder that you can write to: `{self.flag} DIR`",
-        )
+        hint = f"name a folder that you can write to: `{self.flag} DIR`"
+        return ToolkitError(f"output_dir {self.path} cannot be written: {error.strerror}", hint=hint)
 
 
 def lock_file(path: Path, *, holds: str, hint: str) -> int | None:
@@ -182,10 +170,7 @@ def content_sha256(content: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON under a temporary name, then rename it: a reader sees the old file or the new one.
-
-    Each secret in it is `***`.
-    """
+    """Write JSON under a temporary name, then rename it: a reader sees the old or the new. Secrets are `***`."""
     text = json.dumps(hide_secrets(content), indent=2, default=lambda value: hide_secrets(str(value)))
     write_text(path, text + "\n")
 

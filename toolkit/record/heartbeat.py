@@ -3,8 +3,6 @@
 A rank writes `ranks/rankR.heartbeat` from a thread of its own; the launcher and the other ranks read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -30,8 +28,7 @@ DEFAULT_HANG_TIMEOUT_MINUTES = 20.0
 # Names the attempt whose ranks write here: those of an earlier one, on a node that was cut off, stop when they see it.
 ATTEMPT_ID = "attempt.id"
 ATTEMPT_ID_CHARACTERS = 32
-# Created by the rank that reports a hang, so that only one does.
-HANG_CLAIM = "hang.claim"
+HANG_CLAIM = "hang.claim"  # created by the rank that reports a hang, so that only one does
 # Makes a rank write the stacks of all its threads, for which it registers faulthandler: in C, even under the GIL.
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_CHARACTERS = 8000
@@ -39,8 +36,7 @@ STACKS_CHARACTERS = 8000
 _LAST_LINE = re.compile(r"(?: in (?:<module>|_run_module_as_main)|\n  \.\.\.)\s*\Z")
 # Frames of a main thread that waits for other ranks in a collective.
 _COLLECTIVE = re.compile(r"\((distributed/|comm/|autograd/graph\.py|utils/operations\.py)")
-# A rank writes every second; one that has not for this long does not run.
-UNRESPONSIVE_SECONDS = 5.0
+UNRESPONSIVE_SECONDS = 5.0  # a rank writes every second; one that has not for this long does not run
 HINT = "failure.json has the stacks of all ranks; slow steps need a longer `--hang-timeout-minutes`"
 
 
@@ -52,22 +48,15 @@ class Heartbeat(BaseModel):
     rank: int
     host: str
     pid: Annotated[int, Field(gt=0, le=2**22)]  # Linux's PID_MAX_LIMIT; it is sent signals
-    process_started_unix: float
-    """Identifies the process together with the pid, which may have been reused."""
-    step: int
-    """Completed optimizer steps."""
-    micro_steps: int
-    """Batches started since the process started."""
+    process_started_unix: float  # identifies the process together with the pid, which may have been reused
+    step: int  # completed optimizer steps
+    micro_steps: int  # batches started since the process started
     phase: str
-    progress_unix: float
-    """When step, batch or phase last changed."""
+    progress_unix: float  # when step, batch or phase last changed
     written_unix: float
-    peak_host_bytes: int | None = None
-    """Peak resident memory of the process so far."""
-    attempt_id: str | None = None
-    """What the ranks of this attempt call it."""
-    ended: bool = False
-    """True once the process ends by itself."""
+    peak_host_bytes: int | None = None  # peak resident memory of the process so far
+    attempt_id: str | None = None  # what the ranks of this attempt call it
+    ended: bool = False  # True once the process ends by itself
 
     @property
     def position(self) -> tuple[int, int]:
@@ -106,10 +95,7 @@ def write_attempt_id(ranks: Path, attempt_id: str) -> None:
 
 
 def read_attempt_id(ranks: Path) -> str | None:
-    """Return the attempt whose ranks write into this folder; None where none has said so.
-
-    The folder is listed first: on NFS that asks the server, where a file alone may be answered from the cache.
-    """
+    """Return the attempt that writes here, or None; listing the folder first keeps NFS from a cached answer."""
     with contextlib.suppress(OSError):
         list(ranks.iterdir())
         with (ranks / ATTEMPT_ID).open(encoding="ascii", errors="replace") as file:
@@ -165,10 +151,7 @@ def collect_stacks(ranks: Path, heartbeats: Sequence[Heartbeat], *, seconds: flo
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Return the frames of the main thread, innermost first: `backward (autograd/graph.py, line 7)`.
-
-    faulthandler writes the main thread last.
-    """
+    """Return the main thread's frames (the last that faulthandler writes): `backward (autograd/graph.py, line 7)`."""
     last = re.split(r"(?:Current thread|Thread) 0x", stacks)[-1]
     found = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, flags=re.MULTILINE)
     return [f"{function} ({'/'.join(Path(file).parts[-2:])}, line {line})" for file, line, function in found]
@@ -231,10 +214,7 @@ def hang_failure(ranks: Path, *, limit_seconds: float) -> dict[str, Any]:
 def suspects(
     heartbeats: Sequence[Heartbeat], *, unresponsive: Mapping[int, str], stacks: Mapping[str, str]
 ) -> list[int]:
-    """Return the ranks that block the others: unresponsive ones, else those behind, else those outside a collective.
-
-    Where that is all ranks or none, the cause is unknown, and the list is empty.
-    """
+    """Return ranks that block the others: unresponsive, behind, or outside a collective; empty if unknown."""
 
     def waits(heartbeat: Heartbeat) -> bool:
         return any(_COLLECTIVE.search(frame) for frame in main_thread(stacks.get(str(heartbeat.rank), ""))[:12])

@@ -8,8 +8,6 @@ kernels      asked              ran
 'attention eager for flash_attention_2'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The measurements of a run: speed, memory and energy, computed from the rows in `ranks/rank*.jsonl`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -35,8 +33,7 @@ from toolkit.units import fixed, number, percent, speed
 RANK_ROWS = re.compile(r"rank\d{1,9}\.jsonl")
 DAMAGED_ROW = "move the line to another file: its step is left out"
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MEMORY_PHASES = ("load", "forward", "backward", "step")
-"""The points of a run at which the memory in use is read once."""
+MEMORY_PHASES = ("load", "forward", "backward", "step")  # the points of a run at which the memory in use is read once
 
 
 class MemoryByPhase(Model):
@@ -188,18 +185,15 @@ class StepRow(BaseModel):
     step_of_process: PositiveInt | None = None
     rank: NonNegativeInt
     world_size: PositiveInt | None = None
-    ranks_per_gpu: PositiveInt | None = None
-    """Ranks that shared its GPU; None where it had its own."""
+    ranks_per_gpu: PositiveInt | None = None  # ranks that shared its GPU; None where it had its own
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
     data_seconds: NonNegativeFinite | None = None
     cpu_seconds: NonNegativeFinite
-    tokens: NonNegativeInt | None
-    """None, as the next two, where the batches of a script do not show it."""
+    tokens: NonNegativeInt | None  # None, as the next two, where the batches of a script do not show it
     non_padding_tokens: NonNegativeInt | None
     supervised_tokens: NonNegativeInt | None
-    loss: float | None
-    """None in a rehearsal only; not finite in a run that diverged."""
+    loss: float | None  # None in a rehearsal only; not finite in a run that diverged
     grad_norm: float | None = None
     local_grad_norm: float | None = None
     grad_norm_ranks: PositiveInt | None = None
@@ -223,10 +217,7 @@ class StepRow(BaseModel):
 
 
 def read_rows(path: Path) -> list[StepRow]:
-    """Return the rows of one rank, without a last line that was cut off while being written.
-
-    Raises ToolkitError for a file that cannot be read, and for any other line that is no row, with its number.
-    """
+    """Return a rank's rows, without a last line that was cut off. Raises ToolkitError for any other damage."""
     rows = []
     for name, content in read_json_lines(path, allow_nan=True, hint=DAMAGED_ROW):
         try:
@@ -260,11 +251,7 @@ def drop_rows_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def read_steps(folder: RunFolder) -> list[list[StepRow]]:
-    """Return per step the rows of all ranks in rank order, for the steps that every rank completed.
-
-    A run that was resumed on another number of ranks has steps of different numbers of rows. Raises ToolkitError as
-    `read_rows` does.
-    """
+    """Return each step's rows in rank order, where every rank completed it. Raises ToolkitError as `read_rows`."""
     paths = [path for path in (folder.path / "ranks").glob("rank*.jsonl") if RANK_ROWS.fullmatch(path.name)]
     steps: dict[int, dict[int, StepRow]] = {}
     for rank, path in sorted((int(path.stem.removeprefix("rank")), path) for path in paths):
@@ -337,10 +324,7 @@ def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, 
 
 
 def rank_skew(steps: list[list[StepRow]]) -> float | None:
-    """Return the slowest rank's time over the median rank's, where ranks do not wait for each other.
-
-    The lower median is used: of two ranks, the faster. None where a row has no `own_seconds`.
-    """
+    """Return the slowest rank's own seconds over the (lower) median rank's; None where a row has none."""
     of_ranks = [[row.own_seconds for row in rows if row.own_seconds] for rows in _by_rank(steps)]
     if not steps or sum(map(len, of_ranks)) < sum(map(len, steps)):
         return None
@@ -388,16 +372,12 @@ def _largest(rows: Iterable[BaseModel], key: str) -> int | None:
 
 
 def _sum_of_a_rank(ranks: Sequence[Sequence[StepRow]], key: str) -> int | None:
-    """The largest sum of one rank over its steps; None where no row has the key."""
     counted = [[count for row in rows if (count := getattr(row, key)) is not None] for rows in ranks]
     return max(map(sum, counted)) if any(counted) else None
 
 
 def energy_joules(ranks: Sequence[Sequence[StepRow]], *, seconds: float) -> float | None:
-    """Return the mean power between each rank's first and last reading, times `seconds`, summed over ranks.
-
-    None where a rank has fewer than two readings: a GPU without a counter, or too short a run.
-    """
+    """Return the ranks' mean power between readings, times `seconds`; None where one has fewer than two."""
     if not ranks or len(set(map(len, ranks))) > 1:  # some ranks were there for part of the steps only
         return None
     watts = 0.0

@@ -5,19 +5,15 @@
 {'rank': 1, 'engine': 'fsdp2', 'dp_shard_size': None}
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.record.columns import Bytes, Count
 
-Dtype = str | None
-"""torch's name, `bfloat16`; several are joined by `+`."""
+Dtype = str | None  # torch's name, `bfloat16`; several are joined by `+`
 Setting = int | float | None
-Values = dict[str, Any]
-"""Values by the names of a reading."""
+Values = dict[str, Any]  # values by the names of a reading
 
 
 class RankReading(BaseModel):
@@ -150,6 +146,8 @@ class RankReading(BaseModel):
     optimizer_steps: Count | None = None
     """Learning rates of the first step; steps that the optimizer counts. Equal on all ranks where weights are
     sharded."""
+    num_optimizer_params: Count | None = None
+    """Trained parameters that the optimizer holds; None where an engine steps with tensors of its own."""
     first_rows_sha256: str | None = None
     """Digest of the first step's batches."""
     clipped: bool | None = None
@@ -157,11 +155,11 @@ class RankReading(BaseModel):
     as a check, except under ZeRO-3 and fp16."""
 
     @classmethod
-    def of(cls, **values: Any) -> RankReading:
+    def of(cls, **values: Any) -> Self:
         """Return what a rank read, unchecked: a value that nobody foresaw is recorded, and does not end its run."""
         return cls.model_construct(set(values), **values)
 
-    def __or__(self, other: RankReading) -> RankReading:
+    def __or__(self, other: Self) -> Self:
         return self.model_copy(update={name: getattr(other, name) for name in other.model_fields_set})
 
     def to_json(self) -> dict[str, Any]:

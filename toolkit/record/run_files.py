@@ -4,13 +4,11 @@ A file that is missing is empty: a run that was killed may lack any of them. One
 figure that is left out would look like one that was not measured.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -56,17 +54,12 @@ class Profile(_RunFile):
 class SaveRecord(BaseModel):
     """How long one save of a run took; sizes are those of all ranks' files."""
 
-    kind: str
-    """`checkpoint`, or `model` for the one at the end."""
+    kind: str  # `checkpoint`, or `model` for the one at the end
     step: Count
-    seconds: NonNegativeReal | None = None
-    """From the first write to the complete checkpoint; None until it is complete."""
-    stall_seconds: NonNegativeReal = 0.0
-    """Training stood still."""
-    waited_seconds: NonNegativeReal = 0.0
-    """The part of it in which an earlier checkpoint was still being written."""
-    write_seconds: NonNegativeReal | None = None
-    """Writing, until every file is on the disk, in whichever thread."""
+    seconds: NonNegativeReal | None = None  # from the first write to the complete checkpoint; None until it is complete
+    stall_seconds: NonNegativeReal = 0.0  # training stood still
+    waited_seconds: NonNegativeReal = 0.0  # the part of it in which an earlier checkpoint was still being written
+    write_seconds: NonNegativeReal | None = None  # writing, until every file is on the disk, in whichever thread
     bytes: Bytes = None
 
     def complete(self, size: int, *, began: float, writing_began: float) -> None:
@@ -85,17 +78,12 @@ class SaveRecord(BaseModel):
 # https://cloud.google.com/compute/docs/instances/spot and https://learn.microsoft.com/azure/virtual-machines/spot-vms
 # (30 s), https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (2 minutes).
 SHORTEST_NOTICE_SECONDS, LONGEST_NOTICE_SECONDS = 30, 120
-
-
 # In the environment of ranks that a scheduler has started, on nodes that a cloud may take back.
 SCHEDULER_VARIABLES = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_TASK_ID"}
 
 
 def describe_slowest_save(saves: Sequence[SaveRecord], environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning that the slowest checkpoint takes longer than clouds give notice; None where none did.
-
-    Also None for a run on one node that no scheduler has started and nothing restarts.
-    """
+    """Return a warning where the slowest checkpoint exceeds clouds' notice and the run may lose a node; else None."""
     complete = [save for save in saves if save.kind == "checkpoint" and save.seconds is not None]
     if not complete:
         return None
@@ -120,6 +108,7 @@ RecordedStatus = Annotated[RunStatus, BeforeValidator(lambda value: status.FAILE
 class RecordedRun(_RunFile):
     """`run.json`."""
 
+    schema_version: Literal[1] = 1
     preset: str | None = None
     world_size: int | None = None
     script: str | None = None
@@ -138,10 +127,8 @@ class RecordedRun(_RunFile):
     goodput: Goodput | None = None
     versions: dict[str, str | None] | None = None
     git_commit: str | None = None
-    nodes: tuple[str, ...] = ()
-    """Host names of the ranks."""
-    warnings: tuple[str, ...] = ()
-    """Signs that a run which completed has diverged."""
+    nodes: tuple[str, ...] = ()  # host names of the ranks
+    warnings: tuple[str, ...] = ()  # signs that a run which completed has diverged
 
 
 class RecordedFailure(_RunFile):
@@ -163,10 +150,7 @@ class RecordedAttestation(_RunFile):
 
 
 def read_run_file(path: Path, kind: type[Parsed]) -> Parsed:
-    """Return one file of a run folder, empty where there is none.
-
-    Raises ToolkitError for one that cannot be read, or has another value than its kind.
-    """
+    """Return a file of a run folder, empty where there is none. Raises ToolkitError for a damaged one."""
     try:
         # A loss that no comparison reads may be no number.
         return kind.model_validate(read_json_object(path, allow_nan=True) if os.path.lexists(path) else {})

@@ -4,8 +4,6 @@ Only the fields of `SharedRun` leave the run folder. A model is named only if it
 of, so no path and no private name is shared. A data repository checks rows with `toolkit report --share ROW.json`.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Self
@@ -34,17 +32,14 @@ class SharedRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     schema_version: int = 1
-    source: str | None = None
-    """Publication of a row that is no run folder's."""
-    model: str | None = None
-    """Hub id, of a model whose count is shipped."""
+    source: str | None = None  # publication of a row that is no run folder's
+    model: str | None = None  # hub id, of a model whose count is shipped
     num_params: int = Field(gt=0)
     num_trainable_params: int = Field(gt=0)
     preset: str
     world_size: int = Field(gt=0)
     num_nodes: int = Field(default=1, gt=0)
-    gpu: str
-    """Name in the toolkit's table of GPUs."""
+    gpu: str  # name in the toolkit's table of GPUs
     per_device_train_batch_size: int = Field(gt=0)
     gradient_accumulation_steps: int = Field(default=1, gt=0)
     max_seq_length: int = Field(gt=0)
@@ -60,8 +55,7 @@ class SharedRun(BaseModel):
     """Digest of the run's attestation.json; null for a published row."""
     timed_steps: int | None = None
     step_seconds_median: float | None = Field(default=None, gt=0)
-    step_seconds_interval: tuple[float, float] | None = None
-    """95 % interval of the median."""
+    step_seconds_interval: tuple[float, float] | None = None  # 95 % interval of the median
     tokens_per_second_per_gpu: float | None = Field(default=None, gt=0)
     padding_fraction: float | None = Field(default=None, ge=0, le=1)
     peak_allocated_bytes: int | None = Field(default=None, gt=0)
@@ -121,7 +115,7 @@ class SharedRun(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            hint = "a script of your own records its batch where its Trainer has it"
+            hint = "share a run of `toolkit train`: one of your own script does not record how long its rows may be"
             raise ToolkitError(f"{path} lacks what is shared: {explain(error)}", hint=hint) from None
 
     def problems(self) -> list[str]:

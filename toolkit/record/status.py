@@ -6,8 +6,6 @@
 True
 """
 
-from __future__ import annotations
-
 import errno
 from typing import Literal, get_args
 
@@ -28,7 +26,6 @@ RunStatus = Literal[
 STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 PLANNED, RUNNING, COMPLETED, OUT_OF_MEMORY, HOST_OUT_OF_MEMORY, *_ = STATUSES
 *_, TIMED_OUT, DIVERGED, ATTESTATION_FAILED, FAILED, INTERRUPTED = STATUSES
-
 # Messages of Python, the C++ library, torch's CPU allocator and the dynamic linker.
 HOST_MEMORY_WORDS = (
     *("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "DefaultCPUAllocator", "MemoryError"),

@@ -5,8 +5,6 @@ time of every start in a run folder is accounted for, restarts and resumed attem
 one node: rank 0's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -27,15 +25,10 @@ from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import StepRow, read_steps
 
 # Beside the phases of rank 0 (`toolkit.observe.progress`):
-LAUNCH = "launch"
-"""The launcher starts the ranks."""
-RESTART = "restart"
-"""The ranks have ended in a fault, and the launcher starts them again."""
-STOPPED = "stopped"
-"""A signal ended training, after a checkpoint if the run saves any."""
-ENDED = "ended"
-"""No process of the run is left."""
-
+LAUNCH = "launch"  # the launcher starts the ranks
+RESTART = "restart"  # the ranks have ended in a fault, and the launcher starts them again
+STOPPED = "stopped"  # a signal ended training, after a checkpoint if the run saves any
+ENDED = "ended"  # no process of the run is left
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
@@ -44,12 +37,9 @@ class Moment(BaseModel):
 
     unix: Seconds
     phase: str
-    step: NonNegativeInt = 0
-    """Completed optimizer steps."""
-    lost_steps: NonNegativeInt = 0
-    """Steps that were trained, are in no checkpoint, and are trained again."""
-    lost_seconds: Seconds = 0.0
-    """What these steps took on rank 0."""
+    step: NonNegativeInt = 0  # completed optimizer steps
+    lost_steps: NonNegativeInt = 0  # steps that were trained, are in no checkpoint, and are trained again
+    lost_seconds: Seconds = 0.0  # what these steps took on rank 0
     restarted: bool = False
     """True for the `start` of a process that a launcher of others (torchrun) started again after a fault."""
 
@@ -188,8 +178,6 @@ def measure_goodput(timeline: Sequence[Moment], steps: Sequence[list[StepRow]]) 
 
 @dataclass(slots=True)
 class _Process:
-    """One start of rank 0."""
-
     seconds: dict[str, float] = field(default_factory=dict)  # by part; `train` is still to be divided
     resumed_step: int | None = None  # none until it trains
     lost_seconds: float = 0.0

@@ -1,7 +1,5 @@
 """How training goes, from the rows of all ranks: the newest step as one line, and signs that the run diverged."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -18,8 +16,7 @@ from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, grad_norm, measure
 from toolkit.units import gib, number, seconds, speed, time_left
 
-STEP_LINE = re.compile(r"step (?P<step>\d+)(?:/(?P<of>\d+))?  ")
-"""The beginning of what `step_line` returns."""
+STEP_LINE = re.compile(r"step (?P<step>\d+)(?:/(?P<of>\d+))?  ")  # the beginning of what `step_line` returns
 TAIL_BYTES = 2**14  # ranks are in the same step, give or take one; a row has about 700 bytes
 # A loss this close to zero is not a likelihood: that of a policy gradient begins near 0 and may go anywhere.
 SMALLEST_JUDGED_LOSS = 0.1

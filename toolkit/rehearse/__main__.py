@@ -1,7 +1,5 @@
 """The process of one rehearsed rank: `python -m toolkit.rehearse`, started by `toolkit rehearse`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ It is `toolkit.train.script` with other parts: the same arguments, run folder, e
 none is given, random weights where there are none, and a summary of what this rank held instead of a trained model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,7 +29,7 @@ from toolkit.rehearse.stand_ins import (
 from toolkit.rehearse.trace import Facts, prepare, trace_step
 from toolkit.train.active_run import ActiveRun, open_run
 from toolkit.train.arguments import Arguments, LaunchContext, parse_args, set_up_libraries
-from toolkit.train.engine.selective_checkpointing import prepare_checkpoints
+from toolkit.train.engine.layers import prepare_checkpoints
 from toolkit.train.model.chunked_loss import apply_loss
 from toolkit.train.model.loading import from_pretrained
 from toolkit.train.trainer import build_trainer

@@ -8,8 +8,6 @@ rehearsal is a result of training: its collectives move nothing, so losses mean 
 run.json has `rehearsal`, by which every reader of run folders recognizes it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -62,12 +60,10 @@ class Rehearsal:
     rehearsed: RehearsedRank
     training_argv: list[str]
     cpu: bool
-    script: str | None = None
-    """Somebody's script, or the name of a module; None for our own script. `training_argv` is for it."""
+    script: str | None = None  # somebody's, or a module's name, for `training_argv`; None for our own
     is_module: bool = False
     steps: int = DEFAULT_STEPS
-    output_dir: Path | None = None
-    """The run folder that is kept."""
+    output_dir: Path | None = None  # the run folder that is kept
 
 
 def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: Purpose = "rehearse") -> None:
@@ -75,9 +71,8 @@ def check_rehearsal(preset: PresetSpec, *, world_size: int, rank: int, purpose: 
     check_range("--num-processes", world_size, Range(lowest=1, highest=LARGEST_WORLD_SIZE))
     check_supported(preset, world_size=world_size, purpose=purpose)
     if not 0 <= rank < world_size:
-        raise ToolkitError(
-            f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}", hint="`--rank 0`"
-        )
+        what = f"--rank is {rank}, and a world of {world_size} has ranks 0 to {world_size - 1}"
+        raise ToolkitError(what, hint="`--rank 0`")
 
 
 def plan_rehearsal(
@@ -149,17 +144,14 @@ def _check_job(job: Job, preset: PresetSpec, *, world_size: int, on_cpu: bool, p
     if read_json(path := config_path(model, known=False)) is None:
         raise ToolkitError(f"{path} is not a JSON object", hint="download the model's config.json again")
     if job.load_in_4bit and not has_local_weights(model):
-        raise ToolkitError(
-            "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize",
-            hint="name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone",
-        )
+        what = "--load_in_4bit is rehearsed with the model's own weights, and there are none here to quantize"
+        hint = "name a local folder with weights; `toolkit plan --load-in-4bit` needs config.json alone"
+        raise ToolkitError(what, hint=hint)
     if job.dataset in ((), (SYNTHETIC,)):
         return
     if purpose == "trace":
-        raise ToolkitError(
-            "--dataset is not traced: fake tensors have shapes and no values",
-            hint="leave --dataset out, or leave --fake-tensors out",
-        )
+        what = "--dataset is not traced: fake tensors have shapes and no values"
+        raise ToolkitError(what, hint="leave --dataset out, or leave --fake-tensors out")
     check_dataset(job)
 
 
@@ -229,10 +221,8 @@ def refuse_rehearsals(folders: Sequence[Path]) -> None:
         rehearsed = (RunFolder(folder).read_run() or {}).get("rehearsal")
         if rehearsed:
             rank = f"rank {rehearsed['rank']} of {rehearsed['world_size']}"
-            raise ToolkitError(
-                f"{folder} is a rehearsal ({rank}): it has no speed and no loss",
-                hint="`toolkit train` or `toolkit compare` make runs",
-            )
+            what = f"{folder} is a rehearsal ({rank}): it has no speed and no loss"
+            raise ToolkitError(what, hint="`toolkit train` or `toolkit compare` make runs")
 
 
 def result_facts(run: Mapping[str, Any]) -> dict[str, Any]:

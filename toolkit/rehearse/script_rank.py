@@ -5,8 +5,6 @@ its models are made from their `config.json` without weights, and one optimizer 
 script would do after that training is left out, as in a trial of a comparison.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
@@ -26,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments, modeling_utils
 from transformers.initialization import no_init_weights
 
-from toolkit.engines.fsdp2_on_cpu import enable_fsdp_on_cpu
+from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.live_engine import held_tensors
 from toolkit.engines.tensors import local_bytes
 from toolkit.errors import EXIT_DONE, ToolkitError
@@ -272,7 +270,6 @@ class FakeModels:
         return fake
 
     def _fake(self, model: Any) -> None:
-        """Replace what the script made of real tensors: a model by its constructor, adapters, buffers."""
         made: dict[int, Any] = {}
         for module in model.modules():
             for key, real in module._parameters.items():

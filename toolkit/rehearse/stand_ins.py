@@ -5,8 +5,6 @@ The environment of rank r of N comes from accelerate's own launcher, so that the
 torch's `fake` process group has any size and any rank, and its collectives move nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

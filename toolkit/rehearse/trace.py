@@ -5,8 +5,6 @@ counts while it is alive. accelerate wraps the model (`fully_shard`), as in a ru
 no fake tensors: its buckets are tensors next to the model, and hooks copy gradients into them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

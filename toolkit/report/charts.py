@@ -4,21 +4,15 @@ Geometry only: lengths become percentages and points become coordinates of a box
 as plain elements and SVG.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# The box of a line chart in its own units.
-WIDTH, HEIGHT = 1000.0, 300.0
-# The height of one row of a timeline, as wide as a line chart.
-ROW_HEIGHT = 20.0
-# Distances between the round heights beside a line chart.
-MOST_INTERVALS = 4
-# More points are closer than the pixels of a page.
-MOST_POINTS = 2000
+WIDTH, HEIGHT = 1000.0, 300.0  # the box of a line chart in its own units
+ROW_HEIGHT = 20.0  # the height of one row of a timeline, as wide as a line chart
+MOST_INTERVALS = 4  # distances between the round heights beside a line chart
+MOST_POINTS = 2000  # more points are closer than the pixels of a page
 
 # Each color as it reads on a white page and on a dark one: hues of Okabe and Ito (https://jfly.uni-koeln.de/color/),
 # darker or lighter for contrast with the page.

@@ -69,7 +69,6 @@ def _html_value(value: object) -> object:
 
 
 def _breakable(text: str) -> Markup:
-    """A name that a narrow page may break after an underscore."""
     return Markup(escape(one_line(text)).replace("_", Markup("_<wbr>")))
 
 
@@ -134,11 +133,6 @@ class Table:
         """Return the table with some of its columns."""
         rows = tuple(tuple(row[index] for index in indices) for row in self.rows)
         return Table(headings=tuple(self.headings[index] for index in indices), rows=rows)
-
-
-def text_heading(text: str) -> Heading:
-    """Return the heading of a column of words, aligned left."""
-    return Heading(text=text, numeric=False)
 
 
 def text_cell(text: str) -> Cell:

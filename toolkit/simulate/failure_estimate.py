@@ -5,8 +5,6 @@ Times between failures are exponential. A failure during a restart starts anothe
 its nodes fails.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random
@@ -182,9 +180,10 @@ def failure_report(estimate: FailureEstimate) -> SimulationReport:
     """Return the estimate for people: closed form and Monte Carlo side by side, one row per quantity."""
     job, simulated, (young, daly) = estimate.job, estimate.simulated, map(seconds, estimate.best_intervals)
     spares = "" if job.spare_nodes is None else f", {job.spare_nodes:,} spare"
+    hours, nodes = job.mean_seconds_between_failures / SECONDS_PER_HOUR, f"{job.nodes:,} node{'s' * (job.nodes > 1)}"
     summary = (
-        f"{estimate.gpus:,} GPUs on {job.nodes:,} nodes{spares}; {job.failures_per_1000_node_days:g} failures per 1,000"
-        f" node-days: one every {job.mean_seconds_between_failures / SECONDS_PER_HOUR:.2f} h\n"
+        f"{estimate.gpus:,} GPUs on {nodes}{spares}; {job.failures_per_1000_node_days:g} failures per 1,000"
+        f" node-days: one every {f'{hours:.2f} h' if hours < 100 else f'{hours / 24:,.0f} days'}\n"
         f"a save takes {seconds(job.checkpoint_seconds)} ({estimate.checkpoint_source}), every"
         f" {seconds(job.interval)} of training: {100 * job.checkpoint_fraction:.2f} % of it;"
         f" best interval {young} (Young), {daly} (Daly)"

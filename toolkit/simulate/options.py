@@ -1,7 +1,5 @@
 """Options of the subcommands of `toolkit simulate`, one dataclass each, by the names of their flags."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report of a simulation: the same tables and notes in the terminal and on a page, which also has charts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from rich.console import Console
 from toolkit.report.charts import Chart
 from toolkit.report.rendering import Cell, Heading, Table, render, rich_table
 
-OF_WORDS = ("", "schedule", "stage", "policy", "verdict")
-"""Headings of columns that are not of numbers."""
+OF_WORDS = ("", "schedule", "stage", "policy", "verdict")  # headings of columns that are not of numbers
 
 
 def table_of(rows: Sequence[Mapping[str, Cell]]) -> Table:

@@ -9,8 +9,6 @@ Where no preset fits a model, layouts of data x tensor x pipeline parallelism ar
 their times, and gradients are summed over the replicas after the last backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

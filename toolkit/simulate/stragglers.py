@@ -15,8 +15,6 @@ With a model, its gradients are all-reduced in a ring as `toolkit plan` does, at
 (`toolkit.plan.interconnect`), with nothing overlapped.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,7 +271,6 @@ def measured_step_times(folder: Path, *, untimed_steps: int) -> FloatArray:
 
 
 def _communication(options: StragglerOptions) -> tuple[int, Range] | tuple[None, None]:
-    """Bytes of the gradients, and seconds of their all-reduce."""
     if options.model is None:
         names = ("gpu", "gpus_per_node", "network_gb_per_second")
         refuse_given(options, names, "{flag} has no effect: nothing is communicated", "--model, or no {flag}")

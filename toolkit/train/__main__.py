@@ -1,7 +1,5 @@
 """The process of one rank: `python -m toolkit.train`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

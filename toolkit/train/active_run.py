@@ -1,7 +1,5 @@
 """The run of the training script: its arguments and launch, its record, and the checkpoint that it resumes from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -109,8 +107,7 @@ def open_run(
     if writes:
         print("".join(f"{line}\n" for line in arguments.notes), end="", flush=True)  # train.log is open now
     yield run
-    # Not after an error: another rank may be waiting in a collective, and its swap files may still be read.
-    barrier()
+    barrier()  # not after an error: another rank may be waiting in a collective, and its swap files may still be read
     if progress.swap_folder is not None and training.local_process_index == 0:
         shutil.rmtree(progress.swap_folder, ignore_errors=True)
     if dist.is_initialized():
@@ -153,7 +150,6 @@ def find_checkpoint(arguments: Arguments, launch: LaunchContext, progress: Progr
 
 
 def _prepared_checkpoint(arguments: Arguments, target: resume.TrainingRun | None) -> Checkpoint | None:
-    """Find the checkpoint, check its pickles, and convert it where its shards do not fit the run."""
     job, output_dir = arguments.job, Path(arguments.training.output_dir)
     if str(job.resume_from_checkpoint).lower() in checkpoints.LATEST_WORDS:
         checkpoints.remove_unfinished(output_dir)
@@ -170,7 +166,6 @@ def _prepared_checkpoint(arguments: Arguments, target: resume.TrainingRun | None
 
 
 def _run_facts(run: ActiveRun) -> dict[str, Any]:
-    """Return what run.json records of the script's arguments before the first step."""
     preset, args, training = run.launch.preset, run.arguments, run.arguments.training
     names = ["seed", "max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size"]
     names += ["gradient_accumulation_steps", "mixed_precision", "optim", "lr_scheduler_type"]

@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from toolkit.engines import fsdp2_on_cpu, zero_process
+from toolkit.engines import fsdp2, zero_process
 from toolkit.engines.compiled_ops import check_extensions_folder
 from toolkit.engines.fsdp2 import uses_fsdp
 from toolkit.engines.tensors import compute_dtype
@@ -54,10 +54,8 @@ class LaunchContext:
 
     preset: PresetSpec | None
     world_size: int | None
-    dp_shard_size: int | None = None
-    """Ranks that share one copy of the model in a hybrid mesh."""
-    folder_prepared: bool = False
-    """True if the launcher has locked and cleared the run folder."""
+    dp_shard_size: int | None = None  # ranks that share one copy of the model in a hybrid mesh
+    folder_prepared: bool = False  # true if the launcher has locked and cleared the run folder
 
     @classmethod
     def from_env(cls) -> LaunchContext:
@@ -79,10 +77,8 @@ class LaunchContext:
                     f" or change `{WORLD_SIZE_VARIABLE}`",
                 )
             if started_by_torchrun and started is None and preset.traits.needs_launcher:
-                raise ToolkitError(
-                    f"{command.PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none",
-                    hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front",
-                )
+                what = f"{command.PRESET_VARIABLE}={preset.name} needs a launcher, and this process has none"
+                raise ToolkitError(what, hint=f"`toolkit train --preset {preset.name} -- ...`, or `torchrun` in front")
             if started_by_torchrun:
                 os.environ.update(command.strategy_environment(preset, world_size=int(started or 1)))
             context = cls.of_preset(preset, int(requested or started or 0) or None)
@@ -149,7 +145,7 @@ def set_up_libraries(progress: Progress) -> None:
     check_extensions_folder()
     datasets.disable_progress_bars()  # a log file holds lines
     logging.disable_progress_bar()
-    fsdp2_on_cpu.enable_fsdp_on_cpu()
+    fsdp2.enable_fsdp_on_cpu()
     # As DeepSpeed's own launcher does: otherwise it runs `numactl` each time that it counts the devices of a CPU node.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     candidates = [os.environ.get(name) for name in (command.NVME_PATH_VARIABLE, *NVME_VARIABLES.values())]
@@ -167,8 +163,7 @@ class Arguments:
     job: Job
     training: TrainingArguments
     argv: Sequence[str]  # the training arguments as they were given, with `***` for each secret
-    scaled_rate: ScaledRate | None = None
-    """The learning rate scaled with the global batch size; None where `--lr_scaling` is off."""
+    scaled_rate: ScaledRate | None = None  # scaled with the global batch size; None where `--lr_scaling` is off
     layout: ParallelLayout | None = None  # how the ranks are divided; None for data parallelism alone
     notes: list[str] = field(default_factory=list)  # warnings and explanations for the log
 
@@ -204,10 +199,8 @@ def parse_args(argv: Sequence[str], launch: LaunchContext) -> Arguments:
     on_cpu = job.use_cpu or not torch.cuda.is_available()
     warnings = check_arguments(job, launch.preset, num_processes=launch.world_size, on_cpu=on_cpu, purpose="launched")
     if job.async_save and launch.preset is None and not uses_fsdp():
-        raise ToolkitError(
-            "--async_save needs a preset whose ranks write their own shards, and this launch names no preset",
-            hint=f"leave it out, or `export {command.PRESET_VARIABLE}=fsdp2`",
-        )
+        what = "--async_save needs a preset whose ranks write their own shards, and this launch names no preset"
+        raise ToolkitError(what, hint=f"leave it out, or `export {command.PRESET_VARIABLE}=fsdp2`")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = None if launch.preset is None else launch.preset.layout(world_size, job.degrees)
     groups, ranks_per_batch = (world_size, 1) if layout is None else (layout.data_parallel_size, layout.ranks_per_batch)
@@ -271,8 +264,7 @@ def _resolved(
         attention = job.attn_implementation or training_arguments.SDPA
         if parallelism := training_arguments.parallelism_arguments(preset, layout, on_cpu=on_cpu, attention=attention):
             values, job = values | parallelism, replace(job, attn_implementation=attention)
-    # One switch means the same under every engine.
-    offload = job.activation_checkpointing_offload
+    offload = job.activation_checkpointing_offload  # one switch means the same under every engine
     if job.uses_activation_checkpointing and preset is not None and preset.traits.uses_fsdp_plugin:
         # accelerate's plugin reads these; the Trainer's own would gather each layer's weights once more in backward
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
@@ -294,6 +286,6 @@ def _training_arguments(values: dict[str, Any]) -> TrainingArguments:
     for name, value in list(vars(training).items()):
         if isinstance(value, str) and (is_secret_name(name) or hide_secrets(value) != value):
             setattr(training, name, UnwrittenText(value))
-    # the decoder layers are compiled one by one (`engine.compiled_layers`); the Trainer would compile the model
+    # the decoder layers are compiled one by one (`engine.layers`); the Trainer would compile the model
     training.torch_compile, training.torch_compile_backend, training.torch_compile_mode = False, None, None
     return training

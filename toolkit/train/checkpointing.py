@@ -1,7 +1,5 @@
 """What this script's checkpoints and final model need beyond the Trainer's own saves."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

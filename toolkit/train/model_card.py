@@ -3,8 +3,6 @@
 All of it is read from the run folder. Of a local path only the last name is shown: the card may be published.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path
@@ -105,7 +103,6 @@ def model_card(folder: RunFolder) -> str:
 
 
 def _licence(name: str) -> str | None:
-    """The licence in the card of a model in a folder or in the hub's cache, if it is there."""
     card = Path(name) / "README.md" if Path(name).is_dir() else try_to_load_from_cache(name, "README.md")
     try:
         licence = ModelCard.load(Path(str(card))).data.license

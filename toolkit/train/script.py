@@ -4,8 +4,6 @@
         --model_name_or_path MODEL --dataset rows.jsonl --output_dir out
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

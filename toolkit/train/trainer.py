@@ -1,7 +1,5 @@
 """transformers' Trainer for the script's data, losses and checkpoints, built and observed for a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,15 +30,12 @@ from toolkit.record.reading import RankReading, Values
 from toolkit.train.active_run import ActiveRun
 from toolkit.train.arguments import Arguments
 from toolkit.train.checkpointing import StatesShardedAtLoad, load_converted
-from toolkit.train.data import streaming
-from toolkit.train.data.collation import SeededLengthGroups, batch_facts, keep_order, next_labels
+from toolkit.train.data import collation, streaming
 from toolkit.train.data.dataset import Data, make_collator
-from toolkit.train.data.packing import check_model_packs, verify_packing
 from toolkit.train.engine.comm_hooks import CommunicationHook, hook_dtype, hook_name
-from toolkit.train.engine.compiled_layers import compile_layers, start_compiler
+from toolkit.train.engine.layers import compile_layers, keeps_attention, prepare_checkpoints, start_compiler
 from toolkit.train.engine.muon import make_muon
 from toolkit.train.engine.nvme_offload import NvmeOffload
-from toolkit.train.engine.selective_checkpointing import keeps_attention, prepare_checkpoints
 from toolkit.train.model.chunked_loss import apply_loss, read_loss
 
 
@@ -86,8 +81,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *, run: ActiveRun, **kwargs: Any) -> None:
         super().__init__(args=run.arguments.training, **kwargs)
         self.run = run
-        self.evaluated: list[tuple[torch.Tensor, int]] = []
-        """Mean loss and supervised tokens of each batch of the evaluation."""
+        self.evaluated: list[tuple[torch.Tensor, int]] = []  # mean loss and supervised tokens of each batch
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator; its DDP keeps no gradient twice, on its own and in a bucket."""
@@ -113,7 +107,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         if not isinstance(self.train_dataset, streaming.TokenStream):
             loader = super().get_train_dataloader()
-            keep_order(loader, global_batch_size=self.run.arguments.job.global_batch_size)
+            collation.keep_order(loader, global_batch_size=self.run.arguments.job.global_batch_size)
             return loader
         return streaming.stream_loader(self.train_dataset, self.data_collator, self.args, self.accelerator.device)
 
@@ -127,7 +121,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = self.args.seed if seed is None else seed
-        return SeededLengthGroups(self.run.arguments.global_batch_size, sampler.lengths, seed=seed)
+        return collation.SeededLengthGroups(self.run.arguments.global_batch_size, sampler.lengths, seed=seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return SequentialSampler(eval_dataset)
@@ -147,7 +141,7 @@ class SupervisedTrainer(Trainer):  # type: ignore[misc]
             if "shift_labels" in inputs:
                 inputs.setdefault("labels", inputs["shift_labels"])
             counts = "shift_labels" in inputs or self.counts_tokens
-            tokens = int((next_labels(inputs) != IGNORED).sum()) if counts else 0
+            tokens = int((collation.next_labels(inputs) != IGNORED).sum()) if counts else 0
             loss = model(**inputs).loss.detach().float()
         self.evaluated.append((loss, tokens))
         return loss, None, None
@@ -181,12 +175,10 @@ class TrainerShardedAtLoad(StatesShardedAtLoad, SupervisedTrainer):
 class TrainerParts:
     """What a Trainer is built from; a rehearsal gives other parts."""
 
-    trainer: type[SupervisedTrainer] | None = None
-    """None: by how the model was loaded."""
+    trainer: type[SupervisedTrainer] | None = None  # none: by how the model was loaded
     timer: type[StepTimer] = StepTimer
     verification: type[Verification] = Verification
-    callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()
-    """More callbacks, after the observer's."""
+    callbacks: Callable[[SupervisedTrainer], Sequence[TrainerCallback]] = lambda _: ()  # after the observer's
 
 
 def build_trainer(
@@ -195,7 +187,7 @@ def build_trainer(
     """Build the observed Trainer with its callbacks. Raises ToolkitError for a model that cannot be packed."""
     args, training = run.arguments, run.arguments.training
     if args.job.packing:
-        check_model_packs(model)
+        collation.check_model_packs(model)
     run.progress.enter("engine")
     if args.job.compilation is not None:
         if training.device.type == "cpu":
@@ -249,9 +241,9 @@ def observer_parts(run: ActiveRun, trainer: SupervisedTrainer) -> ObserverParts:
             settings=expected_readings(args) | {"num_trainable_params": trained_at_load},
         ),
         read=(lambda _, plain: trainer.read_methods(plain),),
-        read_before_training=verify_packing,
+        read_before_training=collation.verify_packing,
         reduce_dtype=hook_dtype,
-        batch_facts=batch_facts,
+        batch_facts=collation.batch_facts,
         counts_tokens=trainer.counts_tokens,
         compiles=args.job.compilation is not None,
         manifest=lambda: {

@@ -11,15 +11,13 @@ well. Of the rest `--max-settings` are tried: on a GPU those with the shortest p
 change the fewest parts of the user's own setting.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from toolkit.compare.specification import parse_variant
 from toolkit.errors import ToolkitError
@@ -62,8 +60,7 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "compile": {"no_compile": {"torch_compile": False}, "compile": {"torch_compile": True}},
 }
 """The values of each part beside preset and batch, as training arguments."""
-ORDER = (*PARTS[1:], PARTS[0])
-"""Settings with as many changes are tried in this order of the parts that they change."""
+ORDER = (*PARTS[1:], PARTS[0])  # settings with as many changes are tried in this order of the parts that they change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +148,7 @@ class Search:
     shape: ModelShape | None  # None where the job cannot be planned
 
     @classmethod
-    def of(cls, options: TuneOptions, source: str) -> Search:
+    def of(cls, options: TuneOptions, source: str) -> Self:
         """Read the job, and its model if it can be planned. Raises ToolkitError for an invalid job."""
         preset, job = load_preset(source), Job.from_argv(options.training_arguments)
         if preset.uses_nvme:
@@ -324,7 +321,6 @@ def _run(options: TuneOptions, preset: PresetSpec, job: Job) -> TrainingRun:
 
 
 def _check(options: TuneOptions, preset: PresetSpec | None, job: Job, *, recommended: bool = False) -> None:
-    """Raise ToolkitError for a job that does not run here; `recommended` also for presets to be chosen by hand."""
     size, on_cpu = options.world_size, options.on_cpu
     if preset is not None:
         check_process_count(_run(options, preset, job))

@@ -5,13 +5,11 @@ Traceback (most recent call last):
 toolkit.errors.ToolkitError: --keep is 'colour', expected preset, batch, checkpointing, attention, loss or compile
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from toolkit.compare.options import MAX_TRIALS, check_timed_steps
 from toolkit.errors import ToolkitError, did_you_mean, shown
@@ -22,8 +20,7 @@ from toolkit.job.argument_reading import has_config_file
 from toolkit.job.argument_values import YEAR_MINUTES, Range, check_range
 from toolkit.launch.options import ScriptOptions
 
-PARTS = ("preset", "batch", "checkpointing", "attention", "loss", "compile")
-"""Parts of a setting that are searched."""
+PARTS = ("preset", "batch", "checkpointing", "attention", "loss", "compile")  # parts of a setting that are searched
 MOST_SETTINGS, MOST_ROUNDS = 100, 50
 
 
@@ -32,39 +29,37 @@ class TuneOptions(ScriptOptions):
     """Everything that `toolkit tune` is given. Raises ToolkitError for values that make no search."""
 
     preset: PresetNames = ()
-    output_dir: Annotated[Path, typer.Option(help="folder of the search: run folders, ledger and tune.json")]
+    output_dir: Annotated[Path, Option(help="folder of the search: run folders, ledger and tune.json")]
     baseline: Annotated[
         str | None,
-        typer.Option(help=f"preset of your own setting: {PRESET_HELP}; default: the first --preset, or as in train"),
+        Option(help=f"preset of your own setting: {PRESET_HELP}; default: the first --preset, or as in train"),
     ] = None
     num_processes: NumProcesses = None
     training_arguments: Annotated[
         tuple[str, ...],
-        typer.Argument(metavar="MODEL -- JOB", help="a model, and after `--` the rest of the job, as for train"),
+        Argument(metavar="MODEL -- JOB", help="a model, and after `--` the rest of the job, as for train"),
     ] = ()
-    config: Annotated[str | None, typer.Option(help="YAML file of the job, as it may go first after `--`")] = None
+    config: Annotated[str | None, Option(help="YAML file of the job, as it may go first after `--`")] = None
     variant: Annotated[
-        tuple[str, ...], typer.Option(help='one more setting to try, repeatable: "NAME=PRESET --argument value"')
+        tuple[str, ...], Option(help='one more setting to try, repeatable: "NAME=PRESET --argument value"')
     ] = ()
-    keep: Annotated[
-        tuple[str, ...], typer.Option(help=f"part of your setting to keep, repeatable: {', '.join(PARTS)}")
-    ] = ()
-    budget_minutes: Annotated[float, typer.Option(help="end with the best so far after this long")] = 30
-    max_settings: Annotated[int, typer.Option(help="settings to try at most, yours included")] = 12
-    rounds: Annotated[int, typer.Option(help="trials of a setting at most, one per round")] = 8
-    trial_steps: Annotated[int, typer.Option(help="optimizer steps of a trial at most; fewer if --max_steps is")] = 30
-    untimed_steps: Annotated[int, typer.Option(help="first steps of each trial to leave out of the measured speed")] = 2
+    keep: Annotated[tuple[str, ...], Option(help=f"part of your setting to keep, repeatable: {', '.join(PARTS)}")] = ()
+    budget_minutes: Annotated[float, Option(help="end with the best so far after this long")] = 30
+    max_settings: Annotated[int, Option(help="settings to try at most, yours included")] = 12
+    rounds: Annotated[int, Option(help="trials of a setting at most, one per round")] = 8
+    trial_steps: Annotated[int, Option(help="optimizer steps of a trial at most; fewer if --max_steps is")] = 30
+    untimed_steps: Annotated[int, Option(help="first steps of each trial to leave out of the measured speed")] = 2
     target_interval: Annotated[
         float | None,
-        typer.Option(help="stop a trial once its median step time is known to this fraction; as in toolkit compare"),
+        Option(help="stop a trial once its median step time is known to this fraction; as in toolkit compare"),
     ] = None
-    trial_timeout_minutes: Annotated[float, typer.Option(help="stop a trial as timed_out after this long")] = 120
-    order_seed: Annotated[int, typer.Option(help="random seed of the order of trials")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="resume the search where it stopped")] = False
+    trial_timeout_minutes: Annotated[float, Option(help="stop a trial as timed_out after this long")] = 120
+    order_seed: Annotated[int, Option(help="random seed of the order of trials")] = 0
+    resume: Annotated[bool, Option("--resume", help="resume the search where it stopped")] = False
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the settings, what is not tried, and the time; start nothing")
+        bool, Option("--dry-run", help="print the settings, what is not tried, and the time; start nothing")
     ] = False
-    gpu: Annotated[str | None, typer.Option(help="with --dry-run: plan for this GPU, for example h100")] = None
+    gpu: Annotated[str | None, Option(help="with --dry-run: plan for this GPU, for example h100")] = None
     cpu: CpuFlag = None
 
     def __post_init__(self) -> None:

@@ -1,12 +1,41 @@
-"""Where a search stands: what its ledger says of each setting, and which trial is next.
+"""Where a search stands: what its ledger says of each setting, which are eliminated, and which trial is next.
 
 A search is replayed from its ledger, round by round, so that an interrupted one resumes where it stopped, and its
 result depends on nothing else. A figure of a round counts the steps that all trials up to that round have timed, so
 that no later trial changes what a round has decided.
+
+Settings are eliminated sequentially, at a stated error. A round is one trial of every setting that is left. The figure
+of a trial is the logarithm of its seconds per step,
+
+    figure = setting + round + noise,
+
+so that what slows a whole round, such as a neighbor on the node, cancels in the differences within it. After round r,
+setting i is eliminated if the confidence interval of its ratio to the leader (the setting with the lowest mean) lies
+above 1:
+
+    mean(i) - mean(leader) > t(1 - e_r, df) · s · sqrt(2 / r),
+    e_r = e / (K - 1) · (f(r) - f(r - 1)),    f(r) = ((r - 1) / (R - 1))².
+
+The error e (5 %) is shared by the K - 1 settings that could wrongly eliminate the fastest, and by the rounds from the
+second to R, the last: by the union bound the truly fastest setting is eliminated in at most e of the searches, whenever
+one stops. Dividing an error over repeated looks is the "alpha spending" of Lan and DeMets 1983 ("Discrete sequential
+boundaries for clinical trials"), and this f the power family of Kim and DeMets 1987 ("Design and analysis of group
+sequential tests based on the type I error spending rate function"): little is spent while few trials say how large
+the noise is. Racing to the best by elimination is Maron and Moore 1994 ("Hoeffding races") and, with t tests, Birattari
+et al. 2002 ("A racing algorithm for configuring metaheuristics").
+
+The variance s² is pooled over all settings, those already eliminated included: two trials of one setting say little.
+Each round adds the squared deviations of its figures from the means of the rounds before, without their common shift
+(Helmert contrasts): a round of k settings has k - 1 degrees of freedom. Where the differences between two settings
+themselves vary more than that, as those of a setting that offloads do, their own variance is taken.
+
+>>> figures = {"a": [0.0, 0.01, 0.0], "b": [0.7, 0.7, 0.69], "c": [0.02, 0.0, 0.01]}
+>>> race = after_round(figures, num_settings=3, num_rounds=8)
+>>> race.leader, sorted(race.slower)
+('a', ['b'])
 """
 
-from __future__ import annotations
-
+import functools
 import math
 import random
 import statistics
@@ -17,10 +46,9 @@ from typing import Literal
 from toolkit.compare import parity
 from toolkit.compare.ledger import LedgerRecord
 from toolkit.compare.rows import RowKey, Trial
-from toolkit.compare.significance import common_steps, ratio_confidence
+from toolkit.compare.significance import common_steps, exp_interval, ratio_confidence, student_t
 from toolkit.compare.specification import ComparisonSpec
 from toolkit.record.columns import Interval
-from toolkit.tune.elimination import SAME_SPEED, after_round, ratio_interval
 from toolkit.tune.field import YOURS, Setting
 from toolkit.units import percent
 
@@ -37,8 +65,7 @@ class Measured:
     outcome: Outcome = "left"
     round: int | None = None  # in which it left the search, from 1
     why: str | None = None
-    logs: tuple[float, ...] = ()
-    """Logarithm of seconds per step of each completed trial."""
+    logs: tuple[float, ...] = ()  # logarithm of seconds per step of each completed trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +151,6 @@ def stand(settings: Sequence[Setting], spec: ComparisonSpec, records: Mapping[st
 
 
 def _problem(record: LedgerRecord, trials: Sequence[LedgerRecord]) -> tuple[Outcome, str] | None:
-    """How a trial rules its setting out; None if it does not."""
     if record.out_of_memory:
         return "out_of_memory", record.message or record.status
     if not record.completed:
@@ -143,14 +169,12 @@ def _problem(record: LedgerRecord, trials: Sequence[LedgerRecord]) -> tuple[Outc
 
 
 def _smaller_without_memory(setting: Setting, measured: Mapping[str, Measured]) -> str | None:
-    """A setting with a smaller per-GPU batch, otherwise the same, that ran out of memory."""
     smaller = (each.setting for each in measured.values() if each.outcome == "out_of_memory")
     same = (other.name for other in smaller if other.family == setting.family and 0 < other.batch < setting.batch)
     return next(same, None)
 
 
 def _add_figures(measured: dict[str, Measured], trials: Sequence[LedgerRecord]) -> None:
-    """Set the logarithms of all settings, over the steps that all trials so far have timed."""
     ruled_out = {name for name, each in measured.items() if each.outcome == "another_problem"}
     completed = [trial for trial in trials if trial.completed and trial.preset not in ruled_out]
     steps = common_steps(completed)
@@ -162,3 +186,84 @@ def _add_figures(measured: dict[str, Measured], trials: Sequence[LedgerRecord]) 
 def _mean_seconds(trial: LedgerRecord, steps: int) -> float:
     timed = [trial.step_seconds[number - 1] or 0.0 for number in trial.timed_step_numbers[:steps]]
     return statistics.fmean(timed or [0.0])
+
+
+ERROR = 0.05  # share of searches in which the truly fastest setting may be eliminated, at most
+SAME_SPEED = 0.02  # a search ends when no setting that is left can be faster than the leader by more than this
+
+Figures = Mapping[str, Sequence[float]]
+"""Logarithm of seconds per step by setting and round; a setting that was eliminated has fewer rounds."""
+quantile = functools.lru_cache(maxsize=4096)(student_t)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Race:
+    """The settings that are left after a round."""
+
+    leader: str
+    ratios: Mapping[str, Interval]
+    """Interval of the ratio of seconds per step to the leader's, of each other setting that was left."""
+
+    @property
+    def slower(self) -> dict[str, Interval]:
+        """Those that are eliminated: their interval excludes 1."""
+        return {name: interval for name, interval in self.ratios.items() if interval[0] > 1}
+
+    @property
+    def settled(self) -> bool:
+        """True if no setting that is left can be faster than the leader by more than `SAME_SPEED`."""
+        return all(low >= 1 - SAME_SPEED for low, _ in self.ratios.values())
+
+
+def spent(after: int, num_rounds: int) -> float:
+    """Return f: the share of the error that all rounds up to this one spend."""
+    return ((after - 1) / (num_rounds - 1)) ** 2
+
+
+def after_round(figures: Figures, *, num_settings: int, num_rounds: int, error: float = ERROR) -> Race:
+    """Return the race after the last complete round, of `num_settings` (K, all) and `num_rounds` (R, at least 2)."""
+    rounds = max(map(len, figures.values()))
+    left = {name: values for name, values in figures.items() if len(values) == rounds}
+    leader = min(left, key=lambda name: statistics.fmean(left[name]))
+    share = spent(rounds, num_rounds) - spent(rounds - 1, num_rounds) if rounds > 1 else 0.0
+    # Only the lower end of an interval eliminates, so each end has the whole error of its round.
+    confidence, pooled = 1 - 2 * error * share / max(num_settings - 1, 1), noise(figures)
+    others = {name: _ratio(left[name], left[leader], pooled, confidence) for name in left if name != leader}
+    return Race(leader=leader, ratios={name: interval for name, interval in others.items() if interval is not None})
+
+
+def noise(figures: Figures) -> tuple[float, int]:
+    """Return the pooled variance within settings, without the rounds' common shifts, and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for at in range(1, max(map(len, figures.values()), default=0)):
+        steps = [values[at] - statistics.fmean(values[:at]) for values in figures.values() if len(values) > at]
+        squares += _squares(steps) * at / (at + 1)
+        freedom += len(steps) - 1
+    return (squares / freedom if freedom else 0.0), freedom
+
+
+def ratio_interval(figures: Figures, one: str, other: str, *, confidence: float) -> Interval | None:
+    """Return the interval of the ratio of two settings, over the rounds of both; None with fewer than two rounds."""
+    return _ratio(figures[one], figures[other], noise(figures), confidence)
+
+
+def mean_interval(figures: Figures, name: str, *, confidence: float = 0.95) -> Interval | None:
+    """Return the interval of a setting's geometric mean, with the variance within all settings; None if unknown."""
+    freedom = sum(len(values) - 1 for values in figures.values())
+    spread = math.sqrt(sum(map(_squares, figures.values())) / max(freedom, 1) / len(figures[name]))
+    return exp_interval(statistics.fmean(figures[name]), quantile(confidence, freedom) * spread) if freedom else None
+
+
+def _ratio(
+    one: Sequence[float], other: Sequence[float], pooled: tuple[float, int], confidence: float
+) -> Interval | None:
+    pairs, (variance, freedom) = [a - b for a, b in zip(one, other, strict=False)], pooled
+    if len(pairs) < 2 or not freedom:
+        return None
+    larger = max(2 * variance, _squares(pairs) / (len(pairs) - 1))
+    return exp_interval(statistics.fmean(pairs), quantile(confidence, freedom) * math.sqrt(larger / len(pairs)))
+
+
+def _squares(values: Sequence[float]) -> float:
+    middle = statistics.fmean(values)
+    return sum((value - middle) ** 2 for value in values)

@@ -18,7 +18,7 @@ from page_runtime import write_runtime  # noqa: E402
 
 from toolkit.entry_point import exit_code_of  # noqa: E402
 from toolkit.errors import ToolkitError  # noqa: E402
-from toolkit.page.page_html import ASSETS, page_html  # noqa: E402
+from toolkit.page.server import ASSETS, page_html  # noqa: E402
 
 STATIC = (ASSETS / "page.css", ASSETS / "page.js", HERE / "worker.js")
 

@@ -9,6 +9,8 @@ class Bad(TrainerCallback):
             raise KeyError("only rank 1")
 
 
+if sys.argv[2:] == ["exits"] and os.environ["RANK"] == "1":
+    sys.exit(3)
 t = Trainer(model=model(), args=args(sys.argv[1]), train_dataset=Rows(), callbacks=[Bad()])
 t.train()
 print("SCRIPT DONE")

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from toolkit.observe.parts import ExpectedRun
-from toolkit.observe.verify.differences import byte_differences, differences, layout_differences, rank_differences
+from toolkit.observe.verify.differences import (
+    byte_differences,
+    differences,
+    layout_differences,
+    optimizer_differences,
+    rank_differences,
+)
 from toolkit.observe.verify.expected import expected_values
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.presets import load_preset
@@ -109,6 +115,12 @@ def test_bytes_that_are_not_allowed_or_missing_are_reported(name: str, held: lis
     of_all |= RankReading(dp_shard_size=2 if name == "fsdp2_hybrid" else None)
     ranks = [of_all | RankReading(rank=rank, optimizer_bytes=own) for rank, own in enumerate(held)]
     assert [str(difference) for difference in byte_differences(ranks)] == found
+
+
+def test_an_optimizer_that_misses_parameters_differs_and_one_that_is_not_read_does_not() -> None:
+    ranks = [RankReading(rank=n, num_trainable_params=20, num_optimizer_params=(20, None, 4)[n]) for n in range(3)]
+    (found,) = optimizer_differences(ranks)
+    assert str(found) == "trained parameters in the optimizer on rank 2 is 4, expected 20"
 
 
 @pytest.mark.parametrize(

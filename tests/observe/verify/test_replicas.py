@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT, SCRIPTS, accelerate_launch, nightly, nightly_launch, read
 
 from toolkit.observe.verify.differences import replica_differences
+from toolkit.observe.verify.verification import SAME_ROWS
 from toolkit.record.reading import RankReading
 
 
@@ -43,14 +44,22 @@ def observed(mode: str, folder: Path, *options: str, preset: str = "ddp") -> sub
 
 
 @pytest.mark.launch
-def test_ranks_that_exchange_no_gradient_are_found_after_the_first_step(tmp_path: Path) -> None:
-    ended = observed("never_synced", tmp_path)
+@pytest.mark.parametrize(
+    ("mode", "said", "after_step_1"),
+    [
+        pytest.param("never_synced", "match its preset and arguments:", "no_sync", marks=pytest.mark.nightly),
+        ("never_synced_warm", "train one model: after step 2", "equal"),  # the learning rate of step 1 is 0
+    ],
+)
+def test_ranks_that_exchange_no_gradient_are_found_after_the_first_update(
+    mode: str, said: str, after_step_1: str, tmp_path: Path
+) -> None:
+    ended = observed(mode, tmp_path)
     assert ended.returncode == 1
-    assert (
-        "the run does not match its preset and arguments: replicas on rank 1 is no_sync, expected equal" in ended.stderr
-    )
+    assert f"{said} replicas on rank 1 is no_sync, expected equal" in ended.stderr
     assert "the backward was in `no_sync`: ranks exchanged no gradients" in ended.stderr
-    assert [each["replicas"] for each in read(tmp_path / "run" / "attestation.json")["ranks"]] == ["equal", "no_sync"]
+    replicas = [each["replicas"] for each in read(tmp_path / "run" / "attestation.json")["ranks"]]
+    assert replicas == ["equal", after_step_1]
 
 
 @pytest.mark.launch
@@ -69,10 +78,11 @@ def test_ranks_that_come_apart_later_are_found_before_a_save_and_at_the_end(
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("mode", ["averages", *nightly("buffers", "freezes", "plain_saves")])
+@pytest.mark.parametrize("mode", ["averages", *nightly("buffers", "freezes", "plain_saves", "own_loader")])
 def test_what_may_differ_between_ranks_is_not_compared(mode: str, tmp_path: Path) -> None:
     ended = observed(mode, tmp_path, "--complete-saves")
     assert ended.returncode == 0, ended.stderr[-3000:]
+    assert (SAME_ROWS in ended.stdout) is (mode == "own_loader")
     steps = [3, 4] if mode == "plain_saves" else [4]
     checks = [{"step": step, "replicas": "equal"} for step in steps]
     assert read(tmp_path / "run" / "run.json")["replica_checks"] == checks

@@ -116,7 +116,7 @@ def loader(
 
 
 UNSUPERVISED = json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n"
-TOO_FEW = r"rows.jsonl has 1 rows, fewer than one global batch of 2 sequences"
+TOO_FEW = r"rows.jsonl has 1 row, fewer than one global batch of 2 sequences"
 
 
 @pytest.mark.parametrize(("accumulation", "message"), [(1, "no supervised token in 10 consecutive rows"), (2, TOO_FEW)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launching import attested_ranks, losses
 
-from toolkit.checkpoint.verify import verify
+from toolkit.checkpoint.hf_export import verify
 from toolkit.models.job_weights import job_weights
 from toolkit.models.read_model import read_model
 from toolkit.plan.training_setup import engine_settings, model_states

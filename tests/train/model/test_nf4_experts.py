@@ -100,7 +100,7 @@ def test_each_rank_holds_its_planned_bytes_with_ddps_losses_and_the_adapter_load
 ) -> None:
     from transformers import AutoTokenizer
 
-    from toolkit.checkpoint.verify import verify
+    from toolkit.checkpoint.hf_export import verify
 
     folder = tmp_path_factory.getbasetemp() / name
     if not folder.exists():

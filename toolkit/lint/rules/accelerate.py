@@ -20,7 +20,6 @@ from toolkit.lint.rules.settings import (
     fsdp_setting,
     fsdp_version,
     is_deepspeed,
-    is_preset,
     is_template,
     listed_dimensions,
     names_json,
@@ -70,7 +69,10 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
     for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
         read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY, "gradient_accumulation_steps", "gradient_clipping"}
         if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
-            fix = f"`--use_{kind.lower()}`" if doc.call else f"`distributed_type: {kind}`, or remove {block}"
+            has_own = bool(doc.block(f"{found.lower()}_config"))  # the engine's own block says that it is meant
+            fix = f"remove {block}, or " if has_own else ""
+            fix += f"`distributed_type: {kind}`" + ("" if has_own else f", or remove {block}")
+            fix = f"`--use_{kind.lower()}`" if doc.call else fix
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"
             may_say = doc.call is not None and "config-file" not in doc.call.options and not found
             message += ", unless the default file of `accelerate config` selects it" if may_say else ""
@@ -107,16 +109,6 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
         yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
 
 
-@rule(NOTE, ACCELERATE, library="accelerate", fix="toolkit train --preset FILE")
-def parallel_needs_toolkit(doc: Document) -> Iterator[Match]:
-    """accelerate passes over `parallel`, a key of this toolkit: another script trains with data parallelism alone."""
-    for block in ("fsdp_config", "deepspeed_config") if not is_preset(doc) else ():
-        if listed_dimensions(doc, block):
-            message = "accelerate passes over it: other scripts divide nothing but the rows"
-            fix = "`toolkit train --preset FILE`, or `load_preset(FILE)` in the script"
-            yield Match(f"{block}.parallel", message, fix)
-
-
 # -- `fsdp_config`, whose two versions give the same words different meanings
 
 # FSDP1's sharding strategies as FSDP2's boolean (accelerate's own `to-fsdp2`); the others have no equivalent.
@@ -148,16 +140,6 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
         fix = f"`fsdp_sharding_strategy: {shorten(intended)}`"
         fix += "" if as_bool(reshard) is None else ", or `fsdp_version: 2`, which has the boolean"
         yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
-
-
-@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="true (full shard) or false (shard_grad_op)")
-def fsdp2_reshard_word(doc: Document) -> Iterator[Match]:
-    """FSDP2 accepts only true or false for `fsdp_reshard_after_forward`; a strategy of FSDP1 raises in every rank."""
-    reshard = fsdp_setting(doc, "reshard_after_forward")
-    if fsdp_version(doc) == 2 and reshard is not None and as_bool(reshard) is None:
-        key, value = fsdp_key(doc, "reshard_after_forward"), RESHARD_AFTER_FORWARD.get(as_enum(reshard))
-        fix = "`true` or `false`" if value is None else f"`{str(value).lower()}`"
-        yield Match(key, f"{shorten(reshard)} is not a boolean: FSDP2 raises", fix, value=value)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="fsdp_reshard_after_forward: false")

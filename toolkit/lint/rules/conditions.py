@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,16 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+OF_SETTINGS = (
+    *("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed", "is_preset"),
+    *("saves", "trains_adapters", "changes_to_full", "is_trl", "is_grpo", "has_sharegpt"),
+)
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
-    "tp_size": lambda doc: settings.parallel_degree(doc, "tp"),
-    "cp_size": lambda doc: settings.parallel_degree(doc, "cp"),
-    "sp_size": lambda doc: settings.parallel_degree(doc, "sp"),
+    **{name: getattr(settings, name) for name in OF_SETTINGS},
+    **{f"{name}_size": functools.partial(settings.parallel_degree, name=name) for name in ("tp", "cp", "sp")},
+    **{f"offload_{part}": functools.partial(settings.offload_device, part=part) for part in ("optimizer", "param")},
+    **{f"{part}_path": functools.partial(settings.nvme_path, part=part) for part in ("optimizer", "param")},
+    "last_machine": lambda doc: (as_int(doc.get("num_machines")) or 1) - 1,
     "fsdp_version": lambda doc: (
         doc.get("fsdp_version", settings.fsdp_setting(doc, "version", 1))
         if doc.kind == AXOLOTL
@@ -48,14 +57,10 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
     "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
     "is_alone": settings.is_on_one_gpu,
-    "is_without_rank": settings.is_without_rank,
-    "is_ranked": settings.is_ranked,
     "mini_batch_of_verl": lambda doc: _product(
         doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
     ),
     "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
-    "uses_fsdp": settings.uses_fsdp,
-    "is_run_by_fsdp": settings.is_run_by_fsdp,
     "stores_floats": lambda doc: "FLOAT" in as_enum(doc.get("bnb_4bit_quant_storage")),
     "is_state_dict_refused": lambda doc: any(map(rejects_save_only_model, _settings_of_fsdp(doc, "state_dict_type"))),
     "is_recomputed_by_fsdp": lambda doc: any(map(as_bool, _settings_of_fsdp(doc, "activation_checkpointing"))),
@@ -64,11 +69,6 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         or bool(doc.get("deepspeed"))
         or (doc.launch_config is not None and settings.engine_of(doc.launch_config) in ("DEEPSPEED", "FSDP"))
     ),
-    "is_deepspeed": settings.is_deepspeed,
-    "is_preset": settings.is_preset,
-    "saves": settings.saves,
-    "trains_adapters": settings.trains_adapters,
-    "changes_to_full": settings.changes_to_full,
     "is_json": lambda doc: doc.kind == DEEPSPEED,
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
@@ -79,14 +79,8 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
-    "is_trl": settings.is_trl,
-    "is_grpo": settings.is_grpo,
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
     "zero_stage": settings.stage_of,
-    "offload_optimizer": lambda doc: settings.offload_device(doc, "optimizer"),
-    "offload_param": lambda doc: settings.offload_device(doc, "param"),
-    "optimizer_path": lambda doc: settings.nvme_path(doc, "optimizer"),
-    "param_path": lambda doc: settings.nvme_path(doc, "param"),
 }
 
 
@@ -127,10 +121,13 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         return as_enum(value if whole is None else whole) in map(str, wanted)
     word, _, other = str(wanted).partition(" ")
     if word == "not":
-        return isinstance(value, str) and value not in ("", "None", *other.split()) and not settings.is_template(value)
+        is_word = isinstance(value, str) and value not in ("", "None") and not settings.is_template(value)
+        return is_word and not any(fnmatch.fnmatchcase(value, each) for each in other.split())
     if word == "rest":
         whole, divisor = as_int(value), _product(doc, *other.split())
         return bool(whole and divisor and whole % divisor)
+    if word == "exponent":
+        return isinstance(value, float) or re.fullmatch(r"[\d.]+[eE]\+?\d+", str(value)) is not None
     if other:
         actual, limit = as_float(value), as_float(other)
         if limit is None:  # the name of another value

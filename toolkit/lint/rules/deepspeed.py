@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from toolkit.convert.job_script import launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.paths import is_file
@@ -40,56 +42,13 @@ from toolkit.lint.rules.settings import (
 )
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
 
-# DeepSpeed's keys for settings that `TrainingArguments` owns, and its field; the Trainer compares the two.
-OWNED_BY_TRAINER = {
-    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x processes",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1 and adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "the number of steps",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-}
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+OWNED_BY_TRAINER, DEFAULTS, SAME_AS = _TABLE["owned_by_trainer"], _TABLE["defaults"], _TABLE["same_as"]
+OWNED_BY_JSON, NUMBERS_OF_TRAINER = _TABLE["owned_by_json"], _TABLE["numbers_of_trainer"]
 STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What `TrainingArguments` has where nothing is said; the number of steps depends on the data.
-DEFAULTS: dict[str, object] = {
-    BATCH_KEYS[1]: 8,
-    BATCH_KEYS[2]: 1,
-    "gradient_clipping": 1.0,
-    "bf16.enabled": False,
-    "fp16.enabled": False,
-}
-DEFAULTS |= {"optimizer.params.lr": 5e-5, "optimizer.params.weight_decay": 0.0, "optimizer.params.eps": 1e-8}
-DEFAULTS |= {"optimizer.params.betas": [0.9, 0.999], "scheduler.params.warmup_max_lr": 5e-5}
-DEFAULTS |= {"scheduler.params.warmup_num_steps": 0, "scheduler.params.total_num_steps": None}
-# Optimizers and schedules that DeepSpeed's types are the same as.
-SAME_AS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-SAME_AS |= {"Adam": "adamw", "AdamW": "adamw"}
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
-# accelerate 1.15, DeepSpeedPlugin._deepspeed_config_checks; `zero3_init_flag` is allowed.
-OWNED_BY_JSON = {
-    **{name: name for name in ("gradient_accumulation_steps", "gradient_clipping")},
-    "zero_stage": "zero_optimization.stage",
-    **{
-        f"offload_{part}_{name}": f"zero_optimization.offload_{part}.{name}"
-        for part in ("optimizer", "param")
-        for name in ("device", "nvme_path")
-    },
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
 UNSAID = ("none", "false", "auto")  # what says as much as no key
-# Those that are numbers.
-NUMBERS_OF_TRAINER = (
-    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer.params.lr"),
-    *("optimizer.params.weight_decay", "optimizer.params.eps", "scheduler.params.warmup_num_steps"),
-)
 
 
 # -- against the Trainer

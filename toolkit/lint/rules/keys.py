@@ -16,7 +16,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import occurs, parses_own
+from toolkit.lint.named_files import lint_tables, occurs, parses_own
 from toolkit.lint.rules.programs import is_read_by_project, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -31,6 +31,7 @@ from toolkit.lint.rules.settings import (
     is_trl,
     keeps_text,
     shorten,
+    stage_of,
     uses_fsdp,
 )
 from toolkit.presets import removed_keys as removed
@@ -55,10 +56,7 @@ MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
 # Arguments with a closed set of words; every version has the first three, and every program those of schedules.
-CLOSED_ARGUMENTS = (
-    *("eval_strategy", "save_strategy", "logging_strategy", "optim", "lr_scheduler_type", "hub_strategy"),
-    *("train_sampling_strategy", "log_level", "log_level_replica"),
-)
+CLOSED_ARGUMENTS: tuple[str, ...] = (*lint_tables()["closed_arguments"],)
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 READ_AT_ONCE = ("stage", "finetuning_type", "mix_strategy", "pref_loss", "flash_attn")  # of LLaMA-Factory's words
 MISSPELT_WORD = 0.8  # alike above which a word of a trainer is a misspelling, and below which one of another version
@@ -80,14 +78,7 @@ IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, whi
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
-# The version of a library that reads a key, or the keys of a block, with a type first.
-READ_SINCE = {
-    "aio": "0.16.5",
-    "fsdp_ignored_modules": "1.11.0",
-    "bf16": "0.17.1",
-    "fp16": "0.17.1",
-    "compile": "0.16.6",
-}
+READ_SINCE: Mapping[str, str] = lint_tables()["read_since"]
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
@@ -151,7 +142,8 @@ def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | Non
 
 def _homes(doc: Document, block: str, name: str) -> list[str]:
     """Return the blocks around a key's own, and in it, that could have it; none where these are more than two."""
-    if doc.kind == TRAINER or (block and doc.kind == ACCELERATE):
+    is_gone = name == "elastic_checkpoint" and stage_of(doc) > 2  # which stages 1 and 2 alone have
+    if doc.kind == TRAINER or (block and doc.kind == ACCELERATE) or is_gone:
         return []
     blocks: Mapping[str, Types] = DEEPSPEED_BLOCKS if doc.kind == DEEPSPEED else ACCELERATE_BLOCKS
     near = [each for each in blocks if "" in (each, block) or f"{each}.".startswith(f"{block}.") or each in block]
@@ -281,7 +273,12 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "null is no number, and the Trainer counts with it", "remove it", level=level)
         if value is None or is_template(value) or is_unsloths:
             continue
-        if _lacks_value(doc, name, field.type):
+        words = doc.call.arguments.get(name, ("", 0))[0] if doc.call is not None else None
+        words = " ".join(words) if isinstance(words, list) else words
+        if isinstance(words, str) and words.startswith("{") and "dict" in field.type and '"' not in words:
+            message = f"{shorten(words)}: the shell takes the quotes away, and splits it at blanks"
+            yield Match(name, message, "the JSON in single quotes")
+        elif _lacks_value(doc, name, field.type):
             yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
         elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"

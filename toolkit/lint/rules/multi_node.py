@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
@@ -76,9 +77,7 @@ def master(call: LauncherCall) -> str | None:
     fix='the first of `scontrol show hostnames "$SLURM_JOB_NODELIST"`, and an error without it',
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
-    """Where the head's address is local or unknown, every node takes itself for the head, and waits
-    or trains alone.
-    """
+    """Where the head's address is local or unknown, each node waits or trains alone."""
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
@@ -99,9 +98,7 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--nnodes, or --num_machines for accelerate")
 def each_node_alone(doc: Document) -> Iterator[Match]:
-    """torchrun without `--nnodes`, and accelerate without `--num_machines`, train alone on each node, into the same
-    folder.
-    """
+    """torchrun without `--nnodes`, and accelerate without `--num_machines`, train alone on each node."""
     nodes = doc.script.nodes or 1
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
@@ -223,7 +220,7 @@ def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, SKYPILOT, library="torch", fix="the job's id and its restart count")
 def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
-    """A launcher of an earlier attempt, or another job with the same head, joins the rendezvous of this id."""
+    """A launcher of an earlier attempt, or of another job, joins this rendezvous."""
     for call in several(doc, "torchrun"):
         named = call.options.get("rdzv-id")
         port = (call.options.get("rdzv-endpoint") or "").rpartition(":")[2]
@@ -266,6 +263,8 @@ PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
 OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
 TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
 SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
+GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
+COUNTS = ("nproc-per-node", "num-processes", "num-gpus")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 
 
@@ -285,6 +284,76 @@ def rank_of_first_node(doc: Document) -> Iterator[Match]:
             message = f"${found[1]} is expanded on the first node: every node gets 0"
             fix = f"`srun bash -c '... ${found[1]} ...'` in single quotes, or torchrun with --rdzv-backend c10d"
             yield Match(f"${found[1]}", message, fix, line=script.line_at(found.start()))
+
+
+@rule(WARNING, SBATCH, library="slurm", fix="the directive above the first command")
+def directive_behind_command(doc: Document) -> Iterator[Match]:
+    """sbatch reads directives up to the first command: it does not see one below, and does not say so."""
+    script, first = doc.script, 0
+    for start, end in script.commands:
+        text = script.text[start:end].strip()
+        if text and text[0] != "#":
+            first = first or script.line_at(start + len(script.text[start:end]) - len(script.text[start:end].lstrip()))
+        elif first and (found := re.match(r"#SBATCH\s+(--[\w-]+|-[A-Za-z])", text)):
+            at = script.text.index("#", start)
+            message = f"sbatch does not read it: a command stands above, in line {first}"
+            yield Match(found[1], message, "above the first command", line=script.line_at(at))
+
+
+@rule(WARNING, SBATCH, library="slurm", fix="as many of both")
+def more_processes_than_granted(doc: Document) -> Iterator[Match]:
+    """A rank takes the GPU of its number: where a node's share of the job has fewer, CUDA raises ("invalid device
+    ordinal").
+    """
+    directives = doc.script.directives
+    names = ("gpus-per-node", "gres", *(["gpus", "G"] if (doc.script.nodes or 1) == 1 else []))
+    granted = [found for name in names if (found := GRANTED.fullmatch(directives.get(name, ("", 0))[0]))]
+    for call in doc.script.launches if granted and "array" not in directives else ():
+        option = {"torchrun": "nproc-per-node", "deepspeed": "num-gpus"}.get(call.tool, "")
+        processes, count = as_int(call.options.get(option)), int(granted[0][1])
+        if processes and processes > count:
+            yield Match(
+                f"--{option}",
+                f"{processes} processes on a node, and the job has {count} of its GPUs",
+                "as many of both",
+                line=call.line,
+            )
+
+
+@rule(ERROR, SBATCH, library="slurm", fix="$SLURM_GPUS_ON_NODE, which is a number")
+def count_of_slurm(doc: Document) -> Iterator[Match]:
+    """`$SLURM_GPUS_PER_NODE` is what `--gpus-per-node` says, `a100:4` too, and unset without it (a warning)."""
+    directives = doc.script.directives
+    value, is_said = directives.get("gpus-per-node", ("", 0))[0], "gpus-per-node" in directives
+    for call in doc.script.launches if not value.isdigit() else ():
+        for name in COUNTS:
+            if re.fullmatch(r"\$\{?SLURM_GPUS_PER_NODE\}?", call.options.get(name) or ""):
+                why = f"{value}, which is no number" if is_said else "unset, unless sbatch is told --gpus-per-node"
+                level = None if is_said else WARNING
+                message = f"$SLURM_GPUS_PER_NODE is {why}"
+                yield Match(
+                    f"--{name.replace('-', '_')}", message, "`$SLURM_GPUS_ON_NODE`", line=call.line, level=level
+                )
+
+
+@rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
+def folder_made_too_late(doc: Document) -> Iterator[Match]:
+    """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once, without
+    a word."""
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
+    for name, (value, line) in doc.script.directives.items():
+        folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
+        made = folder and doc.script.mentions(rf"\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)")
+        if made and "%" not in folder and not any((each / folder).is_dir() for each in places):
+            message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
+            level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
+            yield Match(
+                "-e" if name == "e" else f"--{name}",
+                message,
+                f"`mkdir -p {folder}` before sbatch",
+                line=line,
+                level=level,
+            )
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")

@@ -177,14 +177,35 @@ def is_grpo(doc: Document) -> bool:
 
 def is_ranked(doc: Document) -> bool | None:
     """Return whether LLaMA-Factory's list of datasets says `ranking` for those of a file; None without the list."""
-    name = Path(str(doc.get("dataset_dir", "data"))) / "dataset_info.json"
-    names = re.split(r"\s*,\s*", str(doc.get("dataset", "")))
-    file = find_named(str(name), doc.path) if doc.program == "llama-factory" else None
-    listed: dict[str, Any] = {}
-    with contextlib.suppress(ToolkitError):
-        listed = read_configuration(file) if file else {}
-    found = {bool(listed[name].get("ranking")) for name in names if isinstance(listed.get(name), dict)}
+    names, listed = _datasets(doc)
+    entries = [(listed or {}).get(name) for name in names]
+    found = {bool(entry.get("ranking")) for entry in entries if isinstance(entry, dict)}
     return found.pop() if len(found) == 1 else None
+
+
+def undefined_dataset(doc: Document) -> str | None:
+    """Return a name that LLaMA-Factory's list of datasets does not have, or that is a file's path, which none has."""
+    names, listed = _datasets(doc)
+    names = [] if str(doc.get("dataset_dir")).startswith(("ONLINE", "REMOTE:", "{")) else names
+    unknown = (each for each in names if not is_template(each) and each not in (listed or {}))
+    return next((each for each in unknown if listed or re.search(r"/.*\.(?:jsonl?|csv|parquet|txt)$", each)), None)
+
+
+def _datasets(doc: Document) -> tuple[list[str], dict[str, Any] | None]:
+    """Return the names of a LLaMA-Factory file's datasets, and the list that has them; None where it is not here."""
+    folder = str(doc.get("dataset_dir", "data"))
+    file = find_named(str(Path(folder) / "dataset_info.json"), doc.path) if doc.program == "llama-factory" else None
+    names = doc.get("dataset") if isinstance(doc.get("dataset"), list) else str(doc.get("dataset") or "").split(",")
+    listed = None
+    with contextlib.suppress(ToolkitError):  # another folder's list is another program's
+        listed = read_configuration(file) if file and file.parent.name == Path(folder).name else None
+    return [str(name).strip() for name in names if name], listed
+
+
+def has_sharegpt(doc: Document) -> bool:
+    """Return True for a file of axolotl with rows of the type `sharegpt`."""
+    rows = doc.get("datasets") if isinstance(doc.get("datasets"), list) else []
+    return any(isinstance(each, dict) and str(each.get("type")).startswith("sharegpt") for each in rows)
 
 
 def is_on_one_gpu(doc: Document) -> bool:

@@ -13,12 +13,14 @@ from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named, project_source, source_of
+from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.settings import as_enum, as_int, shorten
+from toolkit.lint.script_options import is_refused
 
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
+BLANK_ASSIGNED = re.compile(r"\s*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]+=(?:[ \t]+\S|[\w\"'$/])")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
@@ -73,6 +75,18 @@ def lost_line(doc: Document) -> Iterator[Match]:
     if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
         fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
         yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="no blanks around =")
+def blank_in_assignment(doc: Document) -> Iterator[Match]:
+    """With blanks around `=` bash takes the variable's name for a command, or exports it as it is."""
+    script = doc.script
+    arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    for start, end in script.commands if script.calls else ():
+        found = BLANK_ASSIGNED.match(script.text, start, end)
+        if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+            message = "blanks stand around `=`: bash assigns nothing"
+            yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
@@ -195,7 +209,7 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
-    `--module`, and no `-m`."""
+    `--module`, and no `-m`, and underscores in its names, where the others take dashes too."""
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known and call.script else ():
@@ -203,10 +217,12 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 yield Match("-m", "deepspeed has no -m, and refuses it", "`--module`", line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
             if is_name and not any(each.startswith(name) for each in known):
-                option = f"--{name.replace('-', '_')}"
+                option = f"--{name.rstrip('-').replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
-                yield Match(option, f"{call.tool} has no such option, and refuses it", fix, line=call.line)
+                message, has_dash = f"{call.tool} has no such option, and refuses it", name.rstrip("-") in known
+                message, fix = ("refused with dashes", f"`{option}`") if has_dash else (message, fix)
+                yield Match(option, message, fix, line=call.line, level=ERROR if has_dash else None)
 
 
 @rule(ERROR, *SCRIPTS, library="transformers", fix="--config in front of the file, where the parser has it")
@@ -223,6 +239,16 @@ def file_not_read(doc: Document) -> Iterator[Match]:
         if refuses and not re.search(reads, source + beside):
             fix = f"`--config {first}`" if "TrlParser(" in source else "its settings as arguments"
             yield Match(first, f"{call.script} does not read it, and refuses the word", fix, line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="llamafactory", fix="name=value")
+def option_behind_file(doc: Document) -> Iterator[Match]:
+    """Behind a file LLaMA-Factory reads `name=value` alone: to its parser `--name` is a setting that nothing has."""
+    for call in doc.script.launches:
+        if call.tool == "llamafactory-cli" and call.words and call.words[0].endswith(SUFFIXES):
+            for name, (value, line) in call.arguments.items():
+                shown = "true" if value is None else shorten(value)
+                yield Match(f"--{name}", "refused behind a file", f"`{name}={shown}`", line=line)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
@@ -253,12 +279,34 @@ def one_process_for_gpus(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="transformers", fix="the name with its two dashes")
 def option_without_dashes(doc: Document) -> Iterator[Match]:
-    """A parser refuses a word that is no option, nor its value."""
+    """A parser refuses a word that is no option, nor its value, and an option with one dash."""
     known = {*trainer_argument_names(), *launcher_tables()["of_trainer"]}
     for call in doc.script.calls:
         for before, word in itertools.pairwise(("", *call.words)):
-            if word in known and "_" in word and not before.startswith("-"):
-                yield Match(word, f"{word} is no option without dashes: it is refused", f"`--{word}`", line=call.line)
+            name, has_dash = word.partition("=")[0].removeprefix("-"), word[:1] == "-"
+            if name not in known or "_" not in name or (before.startswith("-") and not has_dash):
+                continue
+            source = source_of(call.script or "", doc.path)[0] if has_dash else ""
+            if word == name or (has_dash and not re.search(rf"[\"']-{name}\b", source)):
+                missing = "with one dash" if has_dash else "without dashes"
+                yield Match(word, f"{word} is no option {missing}: it is refused", f"`--{name}`", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="transformers", fix="an option that the script has")
+def unknown_script_option(doc: Document) -> Iterator[Match]:
+    """A parser refuses an option that the script does not have; `deepspeed` passes `--local_rank=N` too."""
+    for call in doc.script.calls:
+        scripts = scripts_named(call.script or "", doc.path) if call.tool not in PROGRAMS else []
+        written = [word for word in call.words if re.match(r"--\w[^\s$]*(?:=|$)", word)] if scripts else []
+        for word in dict.fromkeys(written):
+            name = word.partition("=")[0]
+            if all(is_refused(word, *each) for each in scripts):
+                line = call.arguments[name[2:].replace("-", "_")][1]
+                yield Match(name, f"{call.script} has no such option, and refuses it", "remove it", line=line)
+        passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
+        if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):
+            message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"
+            yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")

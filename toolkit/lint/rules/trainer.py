@@ -41,7 +41,7 @@ VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 
 @rule(ERROR, TRAINER, library="transformers", fix="what the message names", for_every_program=True)
 def refused_by_trainer(doc: Document) -> Iterator[Match]:
-    """`TrainingArguments` raises for these values, or for these arguments together, when it is made."""
+    """`TrainingArguments` raises for these values, or for these arguments together."""
     strategies = {name: str(doc.get(f"{name}_strategy", default)) for name, default in STRATEGIES.items()}
     steps = {
         name: as_float(doc.get(f"{name}_steps", 500 if name != "eval" else doc.get("logging_steps", 500)))

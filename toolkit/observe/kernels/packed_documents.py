@@ -1,7 +1,5 @@
 """Verify that packed documents stay apart: other tokens in the first must change no layer's output for the second."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

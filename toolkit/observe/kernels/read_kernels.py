@@ -4,8 +4,6 @@ What a forward dispatched has a node of its own in its loss's graph: nothing is 
 Compiled layers and reentrant checkpoints hide theirs.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections import Counter

@@ -4,8 +4,6 @@ Each rank reads its own part of the first step, without a collective; `clipping_
 first gradient may be below the threshold, so a synthetic gradient above it is clipped as well.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import local, local_values
+from toolkit.engines.torch_live import is_shard
 from toolkit.observe.verify.differences import Difference, Readings
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.measurements import StepRow, grad_norm
@@ -29,8 +27,7 @@ RELATIVE_TOLERANCE = 1e-2
 ACCURATE_ELEMENTS = 2**20
 AT_OPTIMIZER = "gradient norm at the optimizer"
 CHANGED_AFTER_CLIPPING = f"{AT_OPTIMIZER}, after what the script does to clipped gradients"
-SYNTHETIC_NORM = 10
-"""Norm of the synthetic gradient, as a multiple of the threshold."""
+SYNTHETIC_NORM = 10  # norm of the synthetic gradient, as a multiple of the threshold
 
 
 class NormReader:

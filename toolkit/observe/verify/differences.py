@@ -5,8 +5,6 @@
 world_size on rank 0 is 1, expected 2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +13,8 @@ from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.kernel_table import DIFFERS
 from toolkit.record.reading import RankReading, Values
 
-Readings = Sequence[RankReading]
-"""In rank order."""
+IN_OPTIMIZER = "trained parameters in the optimizer"
+Readings = Sequence[RankReading]  # in rank order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +57,12 @@ def rank_differences(name: str, ranks: Readings) -> list[Difference]:
         for reading in ranks
         if getattr(reading, name) != first
     ]
+
+
+def optimizer_differences(ranks: Readings) -> list[Difference]:
+    """Return the ranks whose optimizer misses parameters: it was made before a module was replaced, or for a part."""
+    counts = [(each.rank, each.num_trainable_params, each.num_optimizer_params) for each in ranks]
+    return [Difference(name=IN_OPTIMIZER, rank=r, expected=n, found=f) for r, n, f in counts if f not in (None, n)]
 
 
 def kernel_differences(ranks: Readings) -> list[Difference]:

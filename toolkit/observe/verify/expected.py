@@ -1,7 +1,5 @@
 """What each rank must read under a preset: values, bytes by the shapes of the live parameters, and its optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container
 from typing import Any

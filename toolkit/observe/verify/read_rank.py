@@ -12,9 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.engines import tensors
-from toolkit.engines.fsdp2_live import is_shard, parameter_groups
 from toolkit.engines.live_engine import held_tensors, live_engine
-from toolkit.engines.torch_live import mesh_sizes
+from toolkit.engines.torch_live import is_shard, mesh_sizes, parameter_groups
 from toolkit.job.accumulation import SHARDED, WHOLE
 from toolkit.observe.timer import CompilerEvents
 from toolkit.observe.verify.expected import optimizer_class

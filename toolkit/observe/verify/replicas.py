@@ -5,8 +5,6 @@ the same bits. What tensor or expert parallelism lets each rank compute for itse
 weights are compared over data parallelism alone. Where a weight has no copy, learning rates and steps are compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections import Counter
@@ -17,9 +15,9 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from toolkit.engines.fsdp2_live import is_shard
 from toolkit.engines.live_engine import live_engine
 from toolkit.engines.tensors import clean_name, innermost_optimizer, local, uncompiled, without_adapters
+from toolkit.engines.torch_live import is_shard
 from toolkit.engines.zero_live import is_zero3
 from toolkit.observe.verify.weights_digest import checksum
 from toolkit.record.reading import RankReading
@@ -36,10 +34,6 @@ class ReplicaCheck:
         self.trainer, self.gather, self.rates = trainer, gather, list[Any]()
         self.synced, self.hint = True, ""
         """`synced` is False where DDP's last forward was in `no_sync`; `hint` is what the last `read` tells."""
-
-    def note_sync(self, model: Any) -> None:
-        """Note in a forward that trains whether DDP exchanges the gradients of its backward."""
-        self.synced = getattr(model, "require_backward_grad_sync", True)
 
     def note_rates(self) -> None:
         """Note the learning rates of a step: after a schedule's end all are 0. One on a GPU is read later."""

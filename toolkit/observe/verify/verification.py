@@ -3,8 +3,6 @@
 A run that does not match its preset ends here, with both values of each difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -34,11 +32,13 @@ from toolkit.observe.verify.clipping import (
     was_clipped,
 )
 from toolkit.observe.verify.differences import (
+    IN_OPTIMIZER,
     Difference,
     byte_differences,
     differences,
     kernel_differences,
     layout_differences,
+    optimizer_differences,
     pipeline_differences,
     rank_differences,
     replica_differences,
@@ -63,6 +63,7 @@ UNFROZEN_HINT = (
     "parameters were unfrozen after the engine was made: it does not reduce their gradients, which clipping counts on"
     " each rank; unfreeze them before `train()`"
 )
+SAME_ROWS = "warning: all ranks train on the same rows: let accelerate prepare the loader, or use `DistributedSampler`"
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -151,8 +152,13 @@ class Verification:
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def end_step(self, number: int) -> None:
-        """Read everything else after the first step, and verify it. Collective there."""
+        """Read everything else after the first step, and verify it. Collective there, and in the first that updates."""
         if number != self.first_step:
+            # a warm-up from 0 leaves the weights equal, whatever the ranks' gradients are
+            first_rates = self.reading.learning_rates if self.reading and not self.replica_checks else None
+            if first_rates and not any(first_rates) and any(self.replicas.rates):
+                self.check_replicas(number)
+                self.timer.restart_clock()
             return
         self.progress.enter("attest")
         self.norms.stop(tries_clipping=self.strict)
@@ -230,6 +236,8 @@ class Verification:
             lines += [f"note: the script's own, beside its preset: {first}" for first in first_by_name.values()]
             why = f": {self.replicas.hint}" if self.replicas.hint and found == replica_differences(ranks) else ""
             lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
+            rows = {rank.first_rows_sha256 for rank in ranks if self.timer.first_batches and not rank.layout}
+            lines += [SAME_ROWS] * (self.parts.expected.of_script and len(rows) == 1 < len(ranks))
             not_as_asked = [kernel for kernel in attestation["kernels"] if kernel["verdict"] == DIFFERS]
             lines += table_lines(not_as_asked, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
@@ -243,8 +251,9 @@ class Verification:
 
     def differences(self, expected: Values, ranks: list[RankReading], norms: list[Values]) -> list[Difference]:
         """Return where the readings of all ranks, or their gradient norms, are not as expected."""
-        layout = self.parts.expected.layout
-        found = differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
+        layout, of_script = self.parts.expected.layout, self.parts.expected.of_script
+        found = optimizer_differences(ranks) if of_script else []
+        found += differences(expected, ranks) + rank_differences("initial_weights_sha256", ranks)
         found += layout_differences(ranks, layout) + pipeline_differences(ranks, layout) + replica_differences(ranks)
         found += kernel_differences(ranks) if self.strict else []
         threshold = self.trainer.args.max_grad_norm or 0.0
@@ -267,7 +276,7 @@ class Verification:
             frozen = self.reading.frozen_dtype if self.reading else None
             return bool(difference.expected == "float32" and difference.found == frozen)
         checkpoints = name == "activation_checkpointing" and difference.expected is False
-        return checkpoints or name == CHANGED_AFTER_CLIPPING
+        return checkpoints or name == CHANGED_AFTER_CLIPPING or (name == IN_OPTIMIZER and difference.found > 0)
 
     def byte_differences(self, ranks: list[RankReading]) -> list[Difference]:
         return byte_differences(ranks)
@@ -332,7 +341,8 @@ def attestation_json(
 
 def verified_line(preset: PresetSpec | None, reading: RankReading) -> str:
     """Return the log line of a verified run, or of what is in effect where no preset is required."""
-    trained = f"{reading.num_trainable_params:,} of {reading.num_params:,} parameters trained"
+    held = reading.num_trainable_params if reading.num_optimizer_params is None else reading.num_optimizer_params
+    trained = f"{held:,} of {reading.num_params:,} parameters trained"
     dtypes = f"{reading.compute_dtype} compute, {reading.master_dtype} master weights"
     dtypes += "" if reading.frozen_dtype is None else f", {reading.frozen_dtype} frozen weights"
     engine, ranks = f"{reading.engine}, {reading.sharding}", reading.world_size

@@ -7,8 +7,6 @@ by chance. Numbers of an index: the output function of SplitMix64 (Steele, Lea a
 number generators", OOPSLA 2014).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Statistics of the tokenised rows, printed before training starts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
@@ -43,8 +41,7 @@ class DataStats(Counts):
     packs: int | None = None  # sequences that the rows were packed into; None without packing
     pack_fill_fraction: float | None = None  # tokens, as a fraction of the packs' capacity
     streamed: bool = False  # true for a stream, whose counts are of its first rows only
-    sources: list[SourceStats] = field(default_factory=list)
-    """Each data set of the training data; empty for evaluation data."""
+    sources: list[SourceStats] = field(default_factory=list)  # of the training data; empty for evaluation data
 
 
 def system_prompt_lines(encoded: Sequence[datasets.Dataset], system_prompt: str | None) -> list[str]:

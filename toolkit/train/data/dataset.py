@@ -1,7 +1,5 @@
 """Training and evaluation data of a run, from the data arguments, as a Trainer takes them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random
@@ -23,8 +21,7 @@ from toolkit.observe.batches import IGNORED
 from toolkit.parallel.layout import ParallelLayout
 from toolkit.record.folder import RunFolder
 from toolkit.train.data import data_report
-from toolkit.train.data.collation import Collator, PackCollator
-from toolkit.train.data.packing import PackedRows
+from toolkit.train.data.collation import Collator, PackCollator, PackedRows
 from toolkit.train.data.streaming import MixedRows, TokenStream, open_stream
 from toolkit.train.data.tokenization import ENCODED, EncodedSource, encode_rows, load_rows, row_encoder
 
@@ -81,8 +78,6 @@ def load_data(
 
 
 class _Loader:
-    """Makes data sets of rows, for one tokenizer and the arguments of a run."""
-
     def __init__(self, tokenizer: Any, arguments: DataArguments, training: Any) -> None:
         self.tokenizer, self.arguments, self.training = tokenizer, arguments, training
         self.seed = int(training.seed if training.data_seed is None else training.data_seed)

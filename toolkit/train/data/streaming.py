@@ -32,7 +32,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files import write_text
 from toolkit.files.documents import read_json_object
 from toolkit.job.dataset_checks import WORKERS, check_rows_fill_a_step
-from toolkit.train.data.packing import OpenPacks, TokenRow, joined
+from toolkit.train.data.collation import OpenPacks, TokenRow, joined
 from toolkit.train.data.tokenization import RowEncoder, format_of_first_row, load_hub
 
 STREAM_ERROR, LANE_STATE, PLACEHOLDER = "stream_error", "lane_state", "placeholder"
@@ -47,8 +47,7 @@ class StreamedRow(NamedTuple):
     """A row as it was read, not checked yet."""
 
     fields: dict[str, Any]
-    place: str | None = None
-    """Place in the file, in words. None on the hub, where the order of shards leaves a row no place."""
+    place: str | None = None  # in the file, in words; None on the hub, where the order of shards leaves a row no place
     number: int | None = None  # index of the row in a file, from 0; of several data sets, as `numbered`
     source: int = 0  # index of its data set in `--dataset`
 
@@ -163,10 +162,8 @@ class Lanes:
         self.rows = enumerate(stream.rows.endless(at_least=stream.global_batch_size))
         self.waiting: dict[int, deque[tuple[int, StreamedRow]]] = {lane: deque() for lane in states}
         self.packs: dict[int, OpenPacks] = {}
-        self.dropped: Counter[int] = Counter()
-        """Consecutive rows of a lane without a supervised token."""
-        self.rows_per_epoch: int | None = None
-        """Known once the first epoch is over."""
+        self.dropped: Counter[int] = Counter()  # consecutive rows of a lane without a supervised token
+        self.rows_per_epoch: int | None = None  # known once the first epoch is over
 
     def next(self, lane: int) -> TokenRow:
         """Return one row, or one pack of rows, with the lane's state after it."""
@@ -182,10 +179,8 @@ class Lanes:
                 self.dropped[lane] += 1
                 # One epoch's rows may miss a lane.
                 if self.rows_per_epoch is not None and self.dropped[lane] >= 10 * self.rows_per_epoch:
-                    raise ToolkitError(
-                        f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows",
-                        hint="check that the answers are not empty, or raise `--max_seq_length`",
-                    )
+                    what = f"{', '.join(self.names)}: no supervised token in {self.dropped[lane]:,} consecutive rows"
+                    raise ToolkitError(what, hint="check that the answers are not empty, or raise `--max_seq_length`")
                 continue
             self.dropped[lane] = 0
             if not self.stream.packing:
@@ -222,11 +217,9 @@ class TokenStream(torch.utils.data.IterableDataset[TokenRow]):  # type: ignore[m
         self.rank, self.world_size = training.process_index, training.world_size
         self.batch_size, self.accumulation = training.train_batch_size, training.gradient_accumulation_steps
         self.global_batch_size = self.world_size * self.batch_size * self.accumulation
-        self.start_states: Mapping[int, LaneState] = {}
-        """Start of the lanes that do not start with their first row."""
+        self.start_states: Mapping[int, LaneState] = {}  # start of the lanes that do not start with their first row
         self.skipped_batches = 0
-        self.states: LaneStates = {}
-        """Position of each lane of this rank, after what has been trained on."""
+        self.states: LaneStates = {}  # position of each lane of this rank, after what has been trained on
 
     def resume(self, states: Mapping[int, LaneState], *, batches: int) -> None:
         """Start from a checkpoint's lanes, after placeholders for the micro-batches that a resuming Trainer skips."""

@@ -4,8 +4,6 @@ Labels follow the template's `{% generation %}` marks, or character spans of the
 where the pad token is also the end-of-turn token, masking by id would exclude the end of every turn from the loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -284,8 +282,6 @@ def encode_chat(sample: Sample, tokenizer: Any, *, supervise_all: bool, max_seq_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chat:
-    """A conversation, and the tokenizer whose template renders it."""
-
     tokenizer: Any
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None

@@ -1,7 +1,5 @@
 """DDP's gradient communication hooks, torch's own: registered, and read back once DDP has called them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +29,8 @@ class CommunicationHook(TrainerCallback):  # type: ignore[misc]
         """Register the hook on the live model. Raises ToolkitError where DDP does not wrap it."""
         wrapped, job = uncompiled(self.trainer.model_wrapped), self.arguments
         if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-            raise ToolkitError(
-                f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel",
-                hint="`--preset ddp`, with two processes or more",
-            )
+            what = f"--ddp_comm_hook: the model is wrapped in {type(wrapped).__name__}, not in DistributedDataParallel"
+            raise ToolkitError(what, hint="`--preset ddp`, with two processes or more")
         state = None
         if job.ddp_comm_hook == "power_sgd":
             state = powerSGD_hook.PowerSGDState(

@@ -5,8 +5,6 @@ biases are left to AdamW. Both follow `--learning_rate` and `--weight_decay`: Mu
 AdamW's (https://arxiv.org/abs/2502.16982, section 2.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NVMe offload within a rank: DeepSpeed's buffers are sized from the model, where the preset's file leaves that out."""
 
-from __future__ import annotations
-
 from math import ceil
 from pathlib import Path
 from typing import Any

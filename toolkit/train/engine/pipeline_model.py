@@ -5,8 +5,6 @@ belong to other stages are taken out of the model before it has weights. Each ra
 Training goes through `PipelineTrainer`; called as a module, the pipeline computes one batch without gradients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
@@ -64,8 +62,7 @@ class Stage(torch.nn.Module):  # type: ignore[misc]
         elif self.tied:  # one tensor in the model's file; here each of the two ranks has a copy
             self.decoder.lm_head.weight = Parameter(self.decoder.lm_head.weight.detach())
         self.compute_dtype = torch.float32
-        self.micro_batches: list[dict[str, Any]] = []
-        """Mask, positions and labels of each micro-batch of the step, which are not handed on."""
+        self.micro_batches: list[dict[str, Any]] = []  # mask, positions and labels of each of the step's
 
     @property
     def tied_copy(self) -> Any:
@@ -106,10 +103,8 @@ def weights_reader(name: str, revision: str) -> Callable[[str], torch.Tensor]:
 
     def read(tensor: str) -> torch.Tensor:
         if tensor not in stored:
-            raise ToolkitError(
-                f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs",
-                hint="`--preset fsdp2` loads it through transformers, which converts older names",
-            )
+            what = f"model {name!r} has no tensor {tensor!r}, which a stage of the pipeline needs"
+            raise ToolkitError(what, hint="`--preset fsdp2` loads it through transformers, which converts older names")
         return opened(stored[tensor].path).get_tensor(tensor)
 
     return read
@@ -123,8 +118,7 @@ class PipelineRanks:
         self.mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "pp"))
         self.pipeline, self.replicas = self.mesh.get_group("pp"), self.mesh.get_group("dp_replicate")
         self.rank, self.replica = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("dp_replicate")
-        self.ends: Any = None
-        """The group of the first and the last rank of this pipeline; None on ranks between them."""
+        self.ends: Any = None  # the group of the first and the last rank of this pipeline; None on ranks between them
         for first in range(0, dist.get_world_size(), layout.pp):
             both = [first, first + layout.pp - 1]
             group = dist.new_group(both)  # every rank takes part in making each group

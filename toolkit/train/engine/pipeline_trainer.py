@@ -6,8 +6,6 @@ loss. Everything around the step stays the Trainer's: the order of the rows, opt
 evaluation, and when a checkpoint is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,14 +86,10 @@ class PipelineTrainer(SupervisedTrainer):
         super().__init__(**kwargs)
         self.accelerator.prepare_data_loader = self._rows_of_pipeline
         self.schedule: Any = None
-        self.shape: tuple[int, ...] = ()
-        """Rows and tokens of the schedule's buffers."""
-        self.gradient_parts = self.model.settings.ranks
-        """Ranks whose parameters together are those of the model."""
-        self.samples: list[Any] = []
-        """The micro-batches of the step."""
-        self.losses: list[torch.Tensor] = []
-        """Their losses, from the first of them until each was returned."""
+        self.shape: tuple[int, ...] = ()  # rows and tokens of the schedule's buffers
+        self.gradient_parts = self.model.settings.ranks  # ranks whose parameters together are those of the model
+        self.samples: list[Any] = []  # the micro-batches of the step
+        self.losses: list[torch.Tensor] = []  # their losses, from the first of them until each was returned
 
     def _rows_of_pipeline(self, loader: Any, **_: Any) -> Any:
         """Deal rows to pipelines instead of ranks; everything else as accelerate does."""
@@ -171,7 +165,6 @@ class PipelineTrainer(SupervisedTrainer):
         return found or [torch.zeros((), device=self.model.device) for _ in batches]
 
     def _build(self, shape: tuple[int, ...]) -> None:
-        """Make the schedule and its buffers: they are of one shape."""
         self.schedule = None  # frees the buffers of the shape before
         width, name = self.model.config.get_text_config().hidden_size, self.model.settings.schedule
         tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty((), device="meta")

@@ -6,8 +6,6 @@ torch's `linear_cross_entropy` (2.13) works the same way for a plain linear head
 bf16 and takes neither soft-capped logits nor label smoothing; Liger's needs a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types
@@ -180,8 +178,7 @@ class ChunkedLoss:
         """Change forward and loss of `plain`, which has no wrappers; or raise UnknownHead, and change nothing."""
         self.scale = read_logit_scale(plain)
         self.chunk_tokens, self.label_smoothing = chunk_tokens, label_smoothing
-        self.num_losses = 0
-        """Losses computed so far."""
+        self.num_losses = 0  # losses computed so far
         self._compute: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Computes the loss of hidden states, during a forward with labels."""
         self._loss: torch.Tensor | None = None
@@ -225,11 +222,11 @@ class ChunkedLoss:
         total = chunked_cross_entropy(hidden.flatten(0, -2), labels, positions, weight, bias, options)
         self.num_losses += 1
         if items is None:
-            return total / (labels != IGNORED).sum()  # nan without any, as torch's mean
+            count = (labels != IGNORED).sum()  # none: nan with a gradient of 0, as torch's mean
+            return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
         return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
 
     def _take_loss(self, _head: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """Keep the loss; the model's forward continues with the logits of an empty vocabulary."""
         self._loss = output
         return inputs[0].new_zeros((*inputs[0].shape[:-1], 0), requires_grad=False)
 

@@ -11,8 +11,6 @@ rank (a 32nd of the weights' bytes). The libraries leave three things to do here
 - DeepSpeed 0.19.8 moves a model that is not sharded yet to the GPU as a whole; `zero.Init` shards it before.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

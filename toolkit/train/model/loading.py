@@ -1,7 +1,5 @@
 """Load the model and its tokenizer: trained weights in fp32, frozen ones in the compute dtype."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence
@@ -41,10 +39,8 @@ def load_tokenizer(arguments: ModelArguments, *, chat_template: str | None) -> A
     """Return the model's tokenizer, with the chat template of the file `chat_template` if given."""
     tokenizer = from_pretrained(AutoTokenizer, arguments)
     if not isinstance(limit := tokenizer.model_max_length, (int, float)):
-        raise ToolkitError(
-            f"model_max_length is {str(limit)[:80]!r} in tokenizer_config.json of {arguments.model_name_or_path!r}",
-            hint="expected a number of tokens: correct it, or leave it out",
-        )
+        what = f"model_max_length is {str(limit)[:80]!r} in tokenizer_config.json of {arguments.model_name_or_path!r}"
+        raise ToolkitError(what, hint="expected a number of tokens: correct it, or leave it out")
     if chat_template is not None:
         tokenizer.chat_template = read_text(user_path(chat_template))
     return tokenizer

@@ -5,8 +5,6 @@ each document is computed alone: on a GPU in half precision all in one call of t
 attention), otherwise in one call of `scaled_dot_product_attention` each.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from toolkit.models.kernel_stand_ins import STAND_INS, with_kernels
+from toolkit.models.fake_tensors import STAND_INS, with_kernels
 
 ROWS, LENGTH, HEADS, KEY_HEADS, WIDTH = 2, 128, 4, 2, 16
 
