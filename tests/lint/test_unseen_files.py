@@ -258,7 +258,7 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]
 
 
-@pytest.mark.parametrize("line", ["# frozen (it's better)", "--seed $((1 + 2))", "--seed $(date +%s)"])
+@pytest.mark.parametrize("line", ["# frozen (it's better)", "--seed $((1 + 2))", "--seed $(date +%s)", "--seed <SEED>"])
 def test_a_bracket_in_an_array_closes_no_array(tmp_path: Path, line: str) -> None:
     array = f"TRAIN=(\n    swift sft\n    --model a/b\n    {line}\n    --freeze_vit true --plugn 1\n)\n"
     found = lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n')

@@ -45,8 +45,8 @@ _TOKEN = re.compile(
 _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
 _SUBSTITUTION = r"\$\((?:[^()]|\((?:[^()]|\([^()]{0,999}+\)){0,999}+\)){0,999}+\)"
 _PIECE = re.compile(
-    r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&<>`]|[0-9]>|(?<![^\s])\#)"""
-    rf"""|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
+    r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&>`]|<(?![A-Za-z_]\w*>)|[0-9]>|(?<![^\s])\#)"""
+    rf"""|<\w+>|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
     re.DOTALL,
 )
 # Behind the bracket that begins an array, to the one that ends it: `$(( ))` and comments have brackets too.
