@@ -131,7 +131,7 @@ def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -
         # a class of TRL in a parser that refuses the rest, beside a class of the script
         ({"a.sh": f"accelerate launch x.py {DPO}", "requirements.txt": "trl>=1.7\n",
           "x.py": "class A:\n    my_rows: str\nHfArgumentParser((A, DPOConfig)).parse_args_into_dataclasses()\n"},
-         "warning"),
+         "error"),
         # a manifest of the project, until something names it
         ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n"}, "note"),
         ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n", "README.md": "swift sft a.yaml\n"}, "warning"),

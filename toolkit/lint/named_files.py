@@ -362,8 +362,9 @@ def reader_in(own: str, imported: str, beside: str, *, is_trainer: bool) -> str 
         return A_SCRIPT
     if re.search(r"\b(?:HfArgument|Trl)Parser(?=[\[()])", source):  # imported alone, it reads nothing
         takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
-        is_plain = is_trainer and "TrainingArguments" in source
-        return None if takes_others or not is_plain else "transformers"
+        of_trl = re.search(r"Parser\([^)]*\b(?:SFT|DPO|KTO|GRPO|RLOO)Config\b", source)
+        is_plain = is_trainer and (of_trl or "TrainingArguments" in source)
+        return None if takes_others or not is_plain else "trl" if of_trl else "transformers"
     return A_SCRIPT if source else None
 
 
