@@ -58,6 +58,7 @@ def of_key(folder: Path, text: str, key: str) -> Finding | None:
         # what was wished for has another name or place here, and is lost by removing it
         (top(max_grad_norm=1.0), "max_grad_norm", "`gradient_clipping`"),
         (top(zero_stage=3), "zero_stage", '`"zero_optimization": {"stage": ...}`'),
+        (top(lr_scheduler={"type": "constant"}), "lr_scheduler", "remove it: no `scheduler`"),
         (zero(bf16={"enabled": True}), "zero_optimization.bf16", "move it to the top level"),
         (zero(device="cpu"), "zero_optimization.device", "into `zero_optimization.offload_optimizer` or into"),
         (f"{ACCELERATE}master_port: 29500\n", "master_port", "`main_process_port`"),
@@ -70,6 +71,7 @@ def of_key(folder: Path, text: str, key: str) -> Finding | None:
         (f"{FSDP}  fsdp_transformer_layer_cls_to_wrap: [A, B]\n", "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
          '"A,B"'),
         (zero(offload_optimizer="cpu"), "zero_optimization.offload_optimizer", '`{"device": "cpu"}`'),
+        (top(fp16={"min_loss_scale": 1e-10}), "fp16.min_loss_scale", "`1`, or more"),
         (zero(stage="3"), "zero_optimization.stage", "0, 1, 2 or 3"),
         (f"{TRAINER}report_to: wandb,tensorboard\n", "report_to", "`[wandb,tensorboard]`"),
         (f"{TRAINER}save_total_limit: None\n", "save_total_limit", "`null`"),
@@ -106,6 +108,7 @@ def test_what_is_certain_is_written(text: str, old: str, new: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "key", "level", "part"),
     [
+        (f"{ACCELERATE}kt_config: {{enabled: true}}\n", "kt_config", "note", "refuses to start"),  # by plain accelerate
         # transformers' parser converts no value of a file
         (f'{TRAINER}gradient_checkpointing_kwargs: {{}}\ntf32: "False"\n', "tf32", "warning", "counts as true"),
         (f'{TRAINER}num_train_epochs: "3"\n', "num_train_epochs", "warning", "cannot count"),

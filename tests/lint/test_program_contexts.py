@@ -20,6 +20,7 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate:
 SWIFT = "model: a/b\ndataset: [x]\noutput_dir: o\nsplit_dataset_ratio: 0.01\n"
 OLD_SWIFT = f"{SWIFT}train_type: lora\n"
 COMMAND = "trl sft --model_name_or_path a/b --dataset_name c --max_seq_length 1024 --output_dir o"
+DPO = "--model_name_or_path a/b --dataset_name c/d --beta 0.1 --bf16 --do_train --my_rows x --max_prompt_length 9\n"
 PIN = "trl==0.11.4"
 
 
@@ -76,6 +77,8 @@ def test_what_a_script_installs_itself_is_its_version(files: dict[str, str], tmp
         {"one/requirements.txt": "trl==1.16.0\n", "two/requirements.txt": PIN},
         {"requirements.txt": f"# {PIN}\ntrl==1.16.0\n"},
         {"requirements.txt": "trl>=1\n", "serve.sh": f"pip install {PIN}\nvllm serve a/b\n"},
+        {"requirements.txt": "trl==1.16.0\n", "eval_requirements.txt": PIN},
+        {"requirements.txt": "trl>=1.16\n", "bench/client/requirements.txt": PIN},
     ],
 )
 def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[str, str], tmp_path: Path) -> None:
@@ -89,6 +92,10 @@ def test_the_nearest_exact_version_decides_and_a_comment_does_not(files: dict[st
         (f"{AXOLOTL}datasets: []\nrelora_warmup_steps: 10\n", "axolotl==0.10.1", "axolotl==0.18.0"),
         (f"{FACTORY}ray_run_name: x\n", "llamafactory==0.9.3", "llamafactory==0.9.5"),
         (OLD_SWIFT, "ms-swift==4.0.4", "ms-swift==4.2.0"),
+        (f"{SWIFT}tuner_type: lora\nnum_infer_workers: 1\n", "ms-swift==3.5.3", "ms-swift==3.6.0"),
+        # each method's class at its time
+        (f"{TRL}max_prompt_length: 9\nnum_generations: 2\n", "trl==0.27.2", "trl==0.28.0"),
+        (f"{TRL}max_prompt_length: 9\nprecompute_ref_log_probs: true\n", "trl==0.28.0", "trl==0.29.0"),
         (f"{TRL}torch_dtype: auto\n", "trl>=0.27\ntransformers==4.55.0", "trl>=0.27\ntransformers==4.57.0"),
     ],
 )
@@ -110,7 +117,7 @@ def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_
 
 def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -> None:
     files = {
-        "a.yaml": f"{AXOLOTL}datasets: []\neval_table_max_new_tokens: 5\n",
+        "a.yaml": f"{AXOLOTL}datasets: []\neval_table_size: 5\neval_table_max_new_tokens: 5\n",
         "requirements.txt": "axolotl==0.12.2\n",
     }
     assert ["eval_max_new_tokens" in each.fix for each in unknown_settings(tmp_path, files)] == [True]
@@ -121,6 +128,14 @@ def test_a_name_that_came_late_is_named_with_the_one_before_it(tmp_path: Path) -
     [
         # the project's own code reads the setting
         ({"a.yaml": f"{AXOLOTL}datasets: []\nmax_length: 5\n", "x.py": 'length = config["max_length"]\n'}, "note"),
+        ({"a.yaml": f"{AXOLOTL}datasets: []\neval_table_size:\neval_table_max_new_tokens: 5\n"}, "note"),  # off
+        # a class of TRL in a parser that refuses the rest, beside a class of the script
+        ({"a.sh": f"accelerate launch x.py {DPO}", "requirements.txt": "trl>=1.7\n",
+          "x.py": "class A:\n    my_rows: str\nHfArgumentParser((A, DPOConfig)).parse_args_into_dataclasses()\n"},
+         "error"),
+        # a manifest of the project, until something names it
+        ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n"}, "note"),
+        ({"a.yaml": f"{SWIFT}tuner_type: lora\nframework: x\n", "README.md": "swift sft a.yaml\n"}, "warning"),
         # rows that a script names by a key of its own
         ({"a.yaml": f"{AXOLOTL}data_path: x\ncutoff_len: 512\n"}, "note"),
         # a notebook starts the program

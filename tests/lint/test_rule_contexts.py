@@ -15,6 +15,7 @@ TRAINER = "output_dir: out\nper_device_train_batch_size: 1\nbf16: true\nsave_str
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\n"
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\ndatasets: [{path: x}]\n"
 TWO_NODES = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"
+GROUPS = "num_generations: 8\nper_device_train_batch_size: 1\n"
 C10D = "--rdzv_backend c10d --rdzv_endpoint $HEAD:$PORT"
 HF = "HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()\n"
 SHARDED = "distributed_type: FSDP\nfsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
@@ -140,6 +141,9 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=7 vllm serve & \\\n"
                                       "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 x.py\n"}),
         ("each-node-alone", {"a.sbatch": "#SBATCH --nodes=4\nsrun -w $NODE torchrun --nproc_per_node 8 x.py &\n"}),
+        ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "\n  R=\\"\n  --nnodes=\\$N \\\n  \\"\n'
+                             '  torchrun \\${R} x.py\n"\n'}),
+        ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "torchrun \\${RUN_ARGS} x.py"\n'}),
         ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\n"
@@ -171,6 +175,11 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("refused-by-trainer", {"a.yaml": BEST, "x.py": f"{BY_NAME}SFTConfig(eval_strategy='steps', **kwargs)\n"}),
         ("refused-by-trainer", {"a.yaml": f"{TRL}eval_strategy: epoch\nload_best_model_at_end: true\n",
                                 "x.py": f"{BY_NAME}SFTConfig(save_strategy='epoch', **kwargs)\n"}),
+        ("refused-by-grpo", {"a.yaml": f"{TRL}{GROUPS}", "x.py": "from unsloth import FastLanguageModel\n"}),
+        ("refused-by-grpo", {"a.yaml": f"{TRL}max_completion_length: 9\nper_device_train_batch_size: 1\n",
+                             "x.py": "class A:\n    max_completion_length: int\nTrlParser([A])\n"}),
+        ("removed-training-argument", {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n",
+                                       "x.py": "class A:\n    evaluation_strategy: str\nTrlParser([A])\n"}),
         ("sharded-final-save", {"a.sh": SHARDED_RUN, "x.py": f"{HF}plugin.set_state_dict_type('FULL_STATE_DICT')\n",
                                 "a.yaml": SHARDED}),
         ("sharded-final-save", {"a.yaml": SHARDED, "x.py": f"{HF}with FSDP.state_dict_type(\n    model, "
@@ -198,6 +207,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("not-auto", {"a.sh": "torchrun x.py --deepspeed a.json --bf16 --do_train\n",
                       "a.json": zero(gradient_clipping=0.1),
                       "x.py": f"class A(TrainingArguments):\n    max_grad_norm: float = 0.1\n{HF}"}, "max_grad_norm"),
+        ("deepspeed-file-missing", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --fsdp_config no/f.json\n",
+                                    "f.json": '{"fsdp_offload_params": true, "min_num_params": 0}'}, "but at "),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
@@ -236,6 +247,7 @@ def test_a_best_model_without_an_evaluation_is_refused_where_no_code_sets_one(sc
         (f"{PARSE}()", "raises", "error"),
         (f"args = {PARSE}(return_remaining_strings=True)\nprint(args.warmup_ratio)", "raises", "error"),
         ("HfArgumentParser(SFTConfig).parse_yaml_file(name, allow_extra_keys=True)", "drops it", "note"),
+        ("P.parse_dict(c, allow_extra_keys=True)\nTrlParser(SFTConfig).parse_args_and_config()", "and raises", "error"),
         ("HfArgumentParser(SFTConfig).parse_yaml_file(name)", "raises", "error"),
     ],
 )  # fmt: skip

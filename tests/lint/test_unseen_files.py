@@ -251,15 +251,33 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     assert detect_kind(own) != "deepspeed"
     assert detect_kind({"train_batch_size": 8, "gradient_clipping": 1.0}) == "deepspeed"
     assert detect_kind({"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}) is None
+    assert detect_kind({"defaults": ["actor"], "strategy": "fsdp", "fsdp_config": {"fsdp_size": -1}}) is None  # Hydra's
     assert detect_kind({"seed": {"name": "SEEDTask", "dataset": {"root": "data"}}}) is None
     script = tmp_path / "grpo.sh"
     script.write_text("accelerate launch --num_processes 3 grpo.py --config r.yaml --num_generations 8 --beta 0.1\n")
     assert "refused-by-grpo" not in [each.rule for each in lint_paths([script]).findings]
 
 
-def test_a_comment_in_an_array_closes_no_array(tmp_path: Path) -> None:
-    array = "TRAIN=(\n    swift sft\n    --model a/b\n    # frozen (it's better)\n    --freeze_vit true\n)\n"
-    assert [each for each in lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n') if each.rule == "lost-line"] == []
+@pytest.mark.parametrize("line", ["# frozen (it's better)", "--seed $((1 + 2))", "--seed $(date +%s)", "--seed <SEED>"])
+def test_a_bracket_in_an_array_closes_no_array(tmp_path: Path, line: str) -> None:
+    array = f"TRAIN=(\n    swift sft\n    --model a/b\n    {line}\n    --freeze_vit true --plugn 1\n)\n"
+    found = lint(tmp_path, a__sh=f'{array}"${{TRAIN[@]}}"\n')
+    assert [each.key for each in found] == ["plugn"]
+
+
+def test_arrays_with_comments_and_arithmetic_are_arguments(tmp_path: Path) -> None:
+    array = "A=(\n  # sizes\n  data.train_batch_size=16\n  data.max_response_length=$((2 * n))\n\n"
+    array += "  actor_rollout_ref.actor.ppo_mini_batch_size=SIZE\n)\n"
+    for size, level in ((8, []), (32, ["error"])):
+        script = f'{array.replace("SIZE", str(size))}python -m verl.trainer.main_ppo "${{A[@]}}" $MORE\n'
+        assert [each.level for each in lint(tmp_path, a__sh=script) if "below" in each.message] == level
+
+
+def test_what_a_command_and_its_file_both_show_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"fsdp_offload_params": true, "min_num_params": 0, "xla": false}')
+    (tmp_path / "a.sh").write_text("torchrun x.py --bf16 --output_dir o --fsdp full_shard --fsdp_config fsdp.json\n")
+    found = [each for each in lint_paths([tmp_path]).findings if each.rule == "unknown-fsdp-config-key"]
+    assert [(each.key, each.level) for each in found] == [("fsdp_config.fsdp_offload_params", "error")]
 
 
 def test_a_file_with_a_base_model_is_not_accelerates(tmp_path: Path) -> None:
@@ -1042,6 +1060,7 @@ def test_auto_that_the_projects_code_may_fill_is_a_note(tmp_path: Path) -> None:
         ),  # refused with 4 bits
         ("preprocess: true", "remove it"),  # `is_preprocess` is what axolotl's command notes for itself
         ("lora_target_module: [q_proj]", "`lora_target_modules`"),
+        ("lora_r: 8\nlora_rank: 8", "remove it: `lora_r` is set"),
     ],
 )
 def test_a_name_with_a_word_more_is_offered_and_not_told(setting: str, fix: str, tmp_path: Path) -> None:

@@ -31,13 +31,18 @@ FORMER = {
     ),
     "axolotl": ("0.8.1", "0.10.1", "0.12.2", "0.13.0", "0.15.0", "0.16.1", "0.17.0", "0.18.0"),
     "llama-factory": ("0.8.3", "0.9.0", "0.9.1", "0.9.2", "0.9.3", "0.9.4"),
-    "ms-swift": ("3.0.3", "3.3.1", "3.6.4", "3.9.3", "3.12.6", "4.0.4", "4.1.0", "4.2.3", "4.4.3"),
+    "ms-swift": (
+        *("3.0.3", "3.1.0", "3.2.0", "3.3.1", "3.4.0", "3.5.0", "3.5.3", "3.6.0", "3.6.4", "3.7.0", "3.8.0", "3.9.0"),
+        *("3.9.3", "3.10.0", "3.11.0", "3.12.0", "3.12.6", "4.0.0", "4.0.4", "4.1.0", "4.2.3", "4.3.0", "4.4.0"),
+        "4.5.0",
+    ),
 }
 TRL_COMMANDS = {
     **{"sft": "SFTConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "reward": "RewardConfig", "grpo": "GRPOConfig"},
     **{"rloo": "RLOOConfig", "distillation": "DistillationConfig", "orpo": "ORPOConfig", "cpo": "CPOConfig"},
     **{"gkd": "GKDConfig", "online_dpo": "OnlineDPOConfig", "gold": "GOLDConfig"},
 }
+PLAIN_TYPES = {"int", "float", "bool", "str", "list", "dict"}
 AXOLOTL_BLOCKS = {"fsdp_config": "FSDPConfig", "trl": "TRLConfig", "vllm": "VllmConfig"}
 
 
@@ -91,6 +96,17 @@ class Source:
             return set(_texts(members)) if enums else set() if is_no_text else None
         return None if None in parts else set().union(*(each or () for each in parts))
 
+    def types(self, *names: str) -> dict[str, str]:
+        """Return the plain types of each field that takes nothing else, as `float | int`; a validator that comes before
+        takes more for axolotl's switches of attention."""
+        found: dict[str, set[str]] = {}
+        for node in self._with_bases(*names):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    found.setdefault(statement.target.id, {*_kinds(statement.annotation)} - {"None"})
+        plain = {name: kinds for name, kinds in found.items() if kinds and kinds <= PLAIN_TYPES}
+        return {name: " | ".join(sorted(kinds)) for name, kinds in plain.items() if not name.endswith("_attention")}
+
     def fields(self, *names: str) -> set[str]:
         """Return the names that the classes, and those they inherit from, annotate or read from the file's mapping."""
         fields = set[str]()
@@ -108,6 +124,12 @@ class Source:
                     waiting += [base.id.removeprefix("Hf") for base in node.bases if isinstance(base, ast.Name)]
                     yield node
                 seen.add(name)
+
+
+def _kinds(annotation: ast.expr) -> Iterable[str]:
+    if isinstance(annotation, ast.BinOp):
+        return itertools.chain(_kinds(annotation.left), _kinds(annotation.right))
+    return [ast.unparse(annotation.value if isinstance(annotation, ast.Subscript) else annotation)]
 
 
 def _annotated(node: ast.ClassDef) -> Iterable[str]:
@@ -208,7 +230,7 @@ def fields_of(folder: Path, program: str, version: str) -> set[str]:
         return all_trl_fields(folder, version)
     read, parts = SOURCES[program]
     source = read(folder, version)
-    taken = {"config", "ENV"} if version in ("3.12.6", "4.0.4") else {"ENV"}
+    taken = {"config", "ENV"} if version in ("3.12.0", "3.12.6", "4.0.0", "4.0.4") else {"ENV"}
     return source.fields(*parts(source)) | (taken if program == "ms-swift" else set())
 
 
@@ -239,6 +261,20 @@ def former_fields(folder: Path, program: str) -> dict[str, str]:
     return {name: version for version, (old, new) in gone for name in old - new if name not in fields[-1]}
 
 
+def lost_by_command(folder: Path, former: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return when each command's class lost a former setting of TRL, where they did so in several versions."""
+    versions = (*FORMER["trl"], VERSIONS["trl"])
+    fields = [trl_fields(folder, version) for version in versions]
+    lost: dict[str, dict[str, str]] = {}
+    for version, (old, new) in zip(versions[1:], itertools.pairwise(fields), strict=True):
+        for command in old.keys() & new.keys():
+            gone = (old[command] - new[command]) & former.keys()
+            lost.setdefault(command, {}).update(dict.fromkeys(gone, version))
+    several = {name for names in lost.values() for name, version in names.items() if version != former[name]}
+    by_command = {command: {name: names[name] for name in names.keys() & several} for command, names in lost.items()}
+    return {command: names for command, names in by_command.items() if names}
+
+
 def main(folder: Path) -> None:
     """Read the wheels of a folder, and write the schemas."""
     by_command = trl_fields(folder, VERSIONS["trl"])
@@ -256,8 +292,10 @@ def main(folder: Path) -> None:
     }
     schemas["trl"] |= {
         "fields": sorted(shared),
+        "lost": lost_by_command(folder, schemas["trl"]["former"]),
         "commands": {command: sorted(names - shared) for command, names in by_command.items()},
     }
+    schemas["axolotl"]["types"] = blocks.types(_axolotl_parts(blocks)[0])
     schemas["axolotl"]["blocks"] = {block: sorted(blocks.fields(name)) for block, name in AXOLOTL_BLOCKS.items()}
     OUTPUT.write_text(json.dumps(schemas, indent=1, sort_keys=True) + "\n")
 

@@ -278,6 +278,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "NPROC_PER_NODE=2 swift sft --model a=b\n", 1, "run.sh"),
     ("variable-behind-command", "torchrun NCCL_DEBUG=INFO x.py\n", "NCCL_DEBUG=INFO torchrun x.py lr=1\n", 1, "run.sh"),
     ("flag-with-value", "deepspeed --hostfile= /hosts x.py --a\n", "torchrun --no-python /bin/x x.py\n", 1, "run.sh"),
+    ("refused-by-grpo", f"export NNODES=3\nexport NPROC_PER_NODE=1\n{SWIFT_GRPO}",
+     f"export NNODES=2\nexport NPROC_PER_NODE=2\n{SWIFT_GRPO}", 3, "run.sh"),
     ("refused-by-grpo", f"NPROC_PER_NODE=3 {SWIFT_GRPO}", f"NPROC_PER_NODE=4 {SWIFT_GRPO}", 1, "run.sh"),
     ("refused-by-swift", "swift rlhf --rlhf_type grpo --model a --num_generations 1\n",
      "swift rlhf --rlhf_type grpo --model a --num_generations 2\n", 1, "run.sh"),

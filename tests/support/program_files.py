@@ -20,6 +20,13 @@ WORDS = [
     (SWIFT, "padding_side: rigth", "padding_side: right"),
     (SWIFT, "quant_bits: 5", "quant_bits: 4"),
 ]
+AXOLOTL_TYPES = [
+    ("logging_steps: 0.2", "logging_steps: 2.0"),
+    ("max_memory: [14GiB]", "max_memory: {0: 14GiB}"),
+    ("wandb_watch: false", "wandb_watch: gradients"),
+    ('local_rank: ""', 'local_rank: "0"'),
+    ("trust_remote_code: maybe", "trust_remote_code: 1"),
+]
 PROGRAM_CASES = [
     ("unknown-trl-setting", f"{TRL_SFT}max_seq_length: 8\n", f"{TRL_SFT}max_length: 8\n", 4,
      f"{TRL_SFT}max_length: 8\n"),
@@ -39,8 +46,11 @@ PROGRAM_CASES = [
      f"{FACTORY}lora_rank: 8\n"),
     ("unknown-llama-factory-setting", f"{FACTORY}lora_alfa: 8\n", f"{FACTORY}use_kt: true\nkt_rule: x.yaml\n", 5, None),
     ("unknown-swift-setting", f"{SWIFT}train_type: lora\n", f"{SWIFT}warmup_ratio: 0.1\nlora_rank: 8\n", 5, None),
+    ("unknown-swift-setting", f"{SWIFT}plugin: x.py\n", f"{SWIFT}external_plugins: x.py\n", 5,
+     f"{SWIFT}external_plugins: x.py\n"),
     ("unknown-swift-setting", f"{SWIFT}lora_r: 8\n", f"{SWIFT}lora_r: 8\nignore_args_error: true\n", 5,
      f"{SWIFT}lora_rank: 8\n"),
+    *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: false\n", 6, None),
@@ -92,6 +102,8 @@ PROGRAM_CASES = [
      f"{FULL}use_galore: true\n", 5, None),
     ("unread-by-llama-factory", f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\n",
      f"{FACTORY.replace('sft', 'ppo')}reward_model: a\nreward_model_adapters: b\nreward_model_type: full\n", 6, None),
+    ("unread-by-llama-factory", f"{FACTORY}quantization_bit: 4\nquantization_method: bitsandbytes\n",
+     f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\n", 6, None),
     ("unread-by-axolotl", f"{AXOLOTL}adapter: lora\nload_in_4bit: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\n", 5, None),
     ("axolotl-fsdp-with-deepspeed", f"{AXOLOTL}deepspeed: zero3.json\n{FSDP}", f"{AXOLOTL}{FSDP}", 4, None),

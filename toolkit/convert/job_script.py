@@ -45,13 +45,16 @@ _TOKEN = re.compile(
 _FUNCTION = re.compile(r"^[ \t]*(?:function[ \t]+)?[\w-]+[ \t]*\(\)[ \t]*\{.*?^[ \t]*\}", re.MULTILINE | re.DOTALL)
 _SUBSTITUTION = r"\$\((?:[^()]|\((?:[^()]|\([^()]{0,999}+\)){0,999}+\)){0,999}+\)"
 _PIECE = re.compile(
-    r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&<>`]|[0-9]>|(?<![^\s])\#)"""
-    rf"""|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
+    r"""(?P<space>(?:[ \t]|\\\r?\n)+)|(?P<end>[\n;|)&>`]|<(?![A-Za-z_]\w*>)|[0-9]>|(?<![^\s])\#)"""
+    rf"""|<\w+>|\\.|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\$\{{[^}}]*\}}|[^\s\\'";|)&<>`$]+|\$""",
     re.DOTALL,
 )
+# Behind the bracket that begins an array, to the one that ends it: `$(( ))` and comments have brackets too.
+_STRINGS = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+ARRAY_WORDS = rf"""(?:(?<![^\s(])\#[^\n]*+|{_SUBSTITUTION}|\\.|{_STRINGS}|[^()'"\#\\]|(?<=[^\s(])\#)*+"""
 _ASSIGNMENT = re.compile(
     r"""^[ \t]*(?:(export|local|readonly|declare(?:[ \t]+-\w+)*)[ \t]+)?([A-Za-z_]\w*)(\+?)="""
-    rf"""(\((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*")*\)|(?:'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|[^\s;'"])*)""",
+    rf"""(\({ARRAY_WORDS}\)|(?:\\"(?:[^"\\]|\\[^"])*\\"|'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|[^\s;'"])*)""",
     re.MULTILINE | re.DOTALL,
 )
 _SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
@@ -257,10 +260,12 @@ def _words_behind(
         command = inner.replace("\\\n", "  ").replace("\n", " ") + command[held.end() :]
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
     stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
-    inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if stop < len(command) else command
+    in_string = stop < len(command)
+    inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if in_string else command
+    words = _words(inner, at - start, variables, in_string=in_string)
     return [
         ("$@" if is_open and word.strip("${}") in options else word, start + offset, is_open)
-        for word, offset, is_open in itertools.islice(_words(inner, at - start, variables), MAX_WORDS)
+        for word, offset, is_open in itertools.islice(words, MAX_WORDS)
     ]
 
 
@@ -325,8 +330,14 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
     for found in assignments:
         others[found[2]] -= 1
         is_sure = last_counts and found[0][:1] not in " \t" and sum(n for at, n in inside if at < found.start()) <= 0
-        value = found[4][1:-1] if found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4]) else found[4]
-        plain = None if "$(" in value or "`" in value or len(value) > 5000 else value.replace("\\\n", " ")
+        is_quoted = found[4][:1] == "(" or re.fullmatch(r"'[^']*'|\"[^\"]*\"", found[4])
+        value = found[4][1:-1] if is_quoted else found[4]
+        if found[4][:1] == "(":
+            value = re.sub(r"(?<!\S)#[^\n]*", "", value)
+        elif escaped := _ESCAPED_STRING.fullmatch(value):  # in the string of `bash -c`
+            value = escaped[1].replace("\\$", "$")
+        computed = r"`|(?<!=)\$\((?!\()" if found[4][:1] == "(" else r"`|\$\("  # of an array, as the value of a word
+        plain = None if re.search(computed, value) or len(value) > 5000 else value.replace("\\\n", " ")
         if found[3]:
             plain = "$@" if found.start() in alternatives else plain  # words of one branch or of another
             plain = None if plain is None or variables.get(found[2]) is None else f"{variables[found[2]]} {plain}"
@@ -357,9 +368,12 @@ def _alternatives(bounds: Sequence[re.Match[str]], appended: Sequence[re.Match[s
 
 
 def _words(
-    text: str, start: int, variables: Mapping[str, str | None], depth: int = 0
+    text: str, start: int, variables: Mapping[str, str | None], depth: int = 0, *, in_string: bool = False
 ) -> Iterator[tuple[str, int, bool]]:
-    """Yield the words of a command: text, offset, and True where an unquoted variable stands for more of them."""
+    """Yield the words of a command: text, offset, and True where an unquoted variable stands for more of them.
+
+    In a string of another command an escaped variable is one.
+    """
     word, begin, is_open, at = None, start, False, start + len(re.match(r"[\"')]*", text[start:])[0])  # type: ignore[index]
     while at < len(text) and (piece := _PIECE.match(text, at)):
         at = piece.end()
@@ -373,7 +387,8 @@ def _words(
         if word is None:
             word, begin = "", piece.start()
         token = piece[0]
-        is_open |= token[0] == "$" or bool(re.fullmatch(r'"\$(?:@|\{(?:@|\w+\[[@*]\])\})"', token))
+        is_open |= token[0] == "$" or (token == "\\$" and in_string)
+        is_open |= bool(re.fullmatch(r'"\$(?:@|\{(?:@|\w+\[[@*]\])\})"', token))
         if token[0] in "'\"" and len(token) > 1:
             word += token[1:-1] if token[0] == "'" else re.sub(r'\\(["\\$])', r"\1", token[1:-1])
         else:

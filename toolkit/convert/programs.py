@@ -81,7 +81,9 @@ class ProgramSchema:
     blocks: Mapping[str, Collection[str]] = field(default_factory=dict)
     renamed: Mapping[str, str | None] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)  # settings of older versions, to the first without them
+    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # the same by command, where they differ
     words: Mapping[str, Collection[str]] = field(default_factory=dict)  # of settings that take no other text; `a_*`
+    types: Mapping[str, str] = field(default_factory=dict)  # of settings that take nothing else: `float | int`
     launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()

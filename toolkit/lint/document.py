@@ -709,6 +709,7 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
         return DEEPSPEED if len(data.keys() & DEEPSPEED_BLOCKS[""].keys()) * 2 >= len(data) else None
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
-    if any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
+    is_hydras = bool(data.keys() & {"defaults", "_target_"})  # a part of another program's configuration
+    if not is_hydras and any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):
         return ACCELERATE
     return TRAINER if any(not isinstance(data[key], dict) for key in data.keys() & trainer_argument_names()) else None

@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +136,20 @@ def _around(folder: Path) -> list[Path]:
 
 
 @functools.lru_cache(maxsize=256)
-def _requirements(folder: Path) -> str:
-    texts = (_texts([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS))
-    instructions = "\n".join(each for each in texts if not _SERVES.search(each) or _TRAINS.search(each))
-    files = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS)
-    requirements = _texts(files, max_bytes=MAX_REQUIREMENTS_BYTES)
-    return re.sub(r"^[ \t]*#.*$", "", requirements, flags=re.MULTILINE) + "\n" + installing(instructions)
+def _requirements(folder: Path) -> tuple[str, str, str]:
+    """Return what a folder's requirements.txt asks for, what its other files do, and what those of its parts do."""
+    files, first = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS), folder / "requirements.txt"
+    written = {each: _texts([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS)}
+    told = [each for each, text in written.items() if not _SERVES.search(text) or _TRAINS.search(text)]
+    near = {folder, folder / "requirements"}
+
+    def text_of(which: Callable[[Path], bool]) -> str:
+        text = _texts([*filter(which, files)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        instructions = _texts([*filter(which, told)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        return re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE) + "\n" + installing(instructions)
+
+    others = text_of(lambda file: file != first and file.parent in near)
+    return text_of(lambda file: file == first), others, text_of(lambda file: file.parent not in near)
 
 
 def installing(text: str) -> str:
@@ -203,9 +211,9 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
                 return f"{name} below {dropped_in}, by its import of {lost}"
     for name, least in needs.items():
         limit = _three(least)
-        for requirements in (script, *map(_requirements, _project(folder))):
+        for found in (_asked(script, name), *_asked_by_files(folder, name)):
             is_exact = False
-            for named, asked in _asked(requirements, name):
+            for named, asked in found:
                 is_commit = re.fullmatch("[0-9a-f]{7,40}", asked)
                 for sign, number in [("==", "0")] if is_commit else _BOUND.findall(asked.replace(" ", "")):
                     if _three(number) < limit or (sign == "<" and _three(number) == limit):
@@ -232,7 +240,16 @@ def installs(folder: Path, library: str) -> bool:
 
 def _asked_around(folder: Path, library: str) -> Iterator[str]:
     """Yield what the requirements of a project say of a library."""
-    return (asked for place in _project(folder) for _, asked in _asked(_requirements(place), library))
+    return (asked for place in _project(folder) for _, asked in _asked("\n".join(_requirements(place)), library))
+
+
+def _asked_by_files(folder: Path, library: str) -> Iterator[list[tuple[str, str]]]:
+    """Yield what each folder's requirements.txt says of a library, and its other files: a part of a project, with
+    requirements of its own, speaks for the rest where nothing around it names a version."""
+    for place in _project(folder):
+        first, others, parts = (_asked(text, library) for text in _requirements(place))
+        yield first
+        yield others if any(re.search(r"\d", asked) for _, asked in first + others) else others + parts
 
 
 def _asked(requirements: str, library: str) -> list[tuple[str, str]]:
@@ -352,8 +369,9 @@ def reader_in(own: str, imported: str, beside: str, *, is_trainer: bool) -> str 
         return A_SCRIPT
     if re.search(r"\b(?:HfArgument|Trl)Parser(?=[\[()])", source):  # imported alone, it reads nothing
         takes_others = re.search(r"return_remaining_strings|parse_known_args", source)
-        is_plain = is_trainer and "TrainingArguments" in source
-        return None if takes_others or not is_plain else "transformers"
+        of_trl = re.search(r"Parser\([^)]*\b(?:SFT|DPO|KTO|GRPO|RLOO)Config\b", source)
+        is_plain = is_trainer and (of_trl or "TrainingArguments" in source)
+        return None if takes_others or not is_plain else "trl" if of_trl else "transformers"
     return A_SCRIPT if source else None
 
 
@@ -363,3 +381,17 @@ def declares(source: str, name: str) -> bool:
     pattern = rf"[\"']--{option}[\"']|\.pop\([\"']{field}[\"']|^[ \t]+{field}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
     is_there = name in source or name.replace("_", "-") in source
     return is_there and occurs(re.compile(pattern, re.MULTILINE), source)
+
+
+def parses_own(source: str, name: str) -> bool:
+    """Return True where a parser gets a class of the source that has a field of that name.
+
+    >>> own = "class Mine:\\n    seed: int = 1\\n    warmup_ratio: float = 0.1\\nTrlParser([Mine])\\n"
+    >>> parses_own(own, "warmup_ratio"), parses_own(own, "epochs")
+    (True, False)
+    """
+    if name not in source:
+        return False
+    field = rf"[ \t]+{re.escape(name)}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
+    classes = re.findall(rf"^class (\w+)\b[^\n]*:\n(?:(?:[ \t][^\n]*)?\n)*?{field}", source, re.MULTILINE)
+    return any(re.search(rf"Parser\([^)]*\b{each}\b", source) for each in classes)

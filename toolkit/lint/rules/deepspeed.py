@@ -202,6 +202,13 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             yield Match(
                 "--config_file", f"{shorten(named)} is not found from here", "a path that exists", line=call.line
             )
+    arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
+    named = str(arguments.get("fsdp_config", ("", 0))[0])
+    places = [Path(), doc.folder, *doc.folder.parents[:4]]
+    is_there = any(is_file(each / named) for each in places) or doc.text.count(Path(named).name) > 1
+    if named.endswith(".json") and "$" not in named and not is_there:
+        found = f", but at {doc.fsdp_json.path}" if doc.fsdp_json else ""
+        yield Match("fsdp_config", f"{shorten(named)} is not found from here{found}", "a path that exists")
     key, named = deepspeed_files(doc)
     if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return

@@ -16,8 +16,8 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import lint_tables, occurs
-from toolkit.lint.rules.programs import glued_number, is_trls_own, schema_of
+from toolkit.lint.named_files import lint_tables, occurs, parses_own
+from toolkit.lint.rules.programs import glued_number, is_read_by_project, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -48,6 +48,7 @@ from toolkit.presets.known_keys import (
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
+OF_KTRANSFORMERS = "kt_config"  # read by accelerate-kt, which it installs in the place of accelerate
 # Read outside DeepSpeedConfig, or an old spelling that it accepts.
 MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp"}
 # Similarity above which a key counts as a misspelling. It is higher for Trainer arguments, because scripts have
@@ -83,6 +84,7 @@ READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
 LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
 NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
+HELD, WORDS_OF = {"str": str, "list": list, "dict": dict}, {"str": "text", "list": "a list", "dict": "keys and values"}
 FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
 
 
@@ -99,6 +101,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     words = _words(doc, f"{prefix}{free[0].removeprefix('fsdp_')}") if free else []
     if words and isinstance(doc.get(key), str) and doc.get(key).upper() not in words:
         return Match(key, f"`{shorten(name)}` {what}", f"remove it, or `{free[0]}` with one of {', '.join(words)}")
+    words, kind = _words(doc, f"{prefix}{free[0]}.type") if free else [], doc.get(f"{key}.type")
+    if words and isinstance(kind, str) and kind.upper() not in words:
+        return Match(key, f"`{shorten(name)}` {what}", f"remove it: no `{free[0]}` of DeepSpeed is {shorten(kind)}")
     is_block = bool(free) and f"{prefix}{free[0]}" in {*ACCELERATE_BLOCKS, *DEEPSPEED_BLOCKS}
     rename = free[0] if free and is_certain and is_block == isinstance(doc.get(key), dict) else None
     fix = " or ".join(f"`{each}`" for each in free) or "remove it"
@@ -179,7 +184,8 @@ def unknown_key(doc: Document) -> Iterator[Match]:
     what = "is not a key of an accelerate configuration; it refuses to start"
     for name in doc.data:
         if name not in ACCELERATE_BLOCKS[""] and name not in OLD_ACCELERATE_KEYS:
-            yield _unknown(doc, "", name, ACCELERATE_BLOCKS[""], what)
+            found = _unknown(doc, "", name, ACCELERATE_BLOCKS[""], what)
+            yield replace(found, level=NOTE if name == OF_KTRANSFORMERS else found.level)
 
 
 @rule(ERROR, ACCELERATE, library="accelerate", fix="the nearest known key, or nothing")
@@ -220,10 +226,25 @@ def dotted_key(doc: Document) -> Iterator[Match]:
             yield Match(name, message, f'`"{block}": {{"{shorten(key)}": ...}}`', line=doc.dotted_lines.get(name))
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="a value of the type that the message names")
+@rule(ERROR, ACCELERATE, AXOLOTL, library="accelerate", fix="a value of the type that the message names")
 def wrong_type(doc: Document) -> Iterator[Match]:
-    """The value is none that the key takes: accelerate raises, at the latest in the ranks."""
-    return _wrong_types(doc, ACCELERATE_BLOCKS)
+    """The key takes values of another type: accelerate raises, at the latest in the ranks, axolotl at once."""
+    return _wrong_types(doc, ACCELERATE_BLOCKS) if doc.kind == ACCELERATE else _wrong_types_of_axolotl(doc)
+
+
+def _wrong_types_of_axolotl(doc: Document) -> Iterator[Match]:
+    """pydantic reads numbers and switches from text, no text from a number, and 0 and 1 for a switch."""
+    level = NOTE if is_read_by_project(doc, AXOLOTL) else None
+    for name, types in program_schemas()[AXOLOTL].types.items():
+        value, kinds = doc.get(name), types.split(" | ")
+        is_open = value is None or is_template(value) or doc.is_flag(name)
+        is_read = any(kind in FIELD_TYPES and FIELD_TYPES[kind][0](value) is not None for kind in kinds)
+        is_number = isinstance(value, bool) or (value in (0, 1) and "bool" in types)
+        is_plain = any(isinstance(value, HELD[kind]) for kind in kinds if kind in HELD)
+        if not (is_open or is_read or is_plain or (is_number and FIELD_TYPES.keys() & kinds)):
+            expected = " or ".join(FIELD_TYPES[kind][1] if kind in FIELD_TYPES else WORDS_OF[kind] for kind in kinds)
+            written = repr(value) if value == "" else shorten(value)
+            yield Match(name, f"{written}, expected {expected}: axolotl raises", expected, level=level, library=AXOLOTL)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.15.1", fix="a value of the type that the message names")
@@ -328,6 +349,8 @@ def _reads_exponents(doc: Document) -> bool:
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
     """Return the value as the key takes it, where it is plain what is meant."""
+    if key == "fp16.min_loss_scale":
+        return "`1`, or more"  # 0 is for a loss scale that stays
     if expected.startswith("text") and type(value) is int:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
     if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
@@ -524,7 +547,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
     for name, instead in removed.TRAINING_ARGUMENTS_REMOVED.items():
         if not doc.has(name) or name in trainer_argument_names():
             continue
-        if doc.call is not None and doc.is_declared(name):
+        if (doc.call is not None and doc.is_declared(name)) or parses_own(doc.reader_source, name):
             continue  # the script has an argument of that name itself
         since = removed.TRAINING_ARGUMENTS_REMOVED_IN.get(name, "5.0.0")
         is_open = doc.program is None and doc.may_be_older("transformers", since)
@@ -533,10 +556,11 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_off = renamed is None and (doc.get(name) in (None, "") or as_bool(doc.get(name)) is False)
         is_off = (is_off or as_float(doc.get(name)) == 0) and name != "dispatch_batches"  # None there is no False
         wins = name == "warmup_ratio" and (as_float(doc.get("warmup_steps")) or 0) > 0
+        wins |= renamed is not None and doc.has(renamed)
         parsed = PARSED.findall(doc.reader_source)  # also by the scripts beside the one that is started
         of_arguments = doc.is_read_from_arguments(name)  # which raises where the parser has dropped it
         is_lost = bool(parsed) and all(map(RETURNS_OTHERS.search, parsed)) and not of_arguments
-        is_lost |= doc.call is None and DROPS_EXTRA.search(doc.reader_source) is not None
+        is_lost |= doc.call is None and _drops_extra(doc.reader_source)
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
@@ -556,11 +580,16 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         )
 
 
+def _drops_extra(source: str) -> bool:
+    """Return True where a project's code passes over what its dataclasses lack, and none of its parsers refuses it."""
+    return DROPS_EXTRA.search(source) is not None and not re.search(r"\.parse_args_and_config\(\s*\)", source)
+
+
 def _may_not_reach_trainer(doc: Document, name: str) -> bool:
     """Return True for a setting of a file that a project's scripts have themselves, drop, read and do not pass on, or
     never name where they read others one by one."""
     source = doc.reader_source
-    if doc.is_declared(name) or doc.is_read_in_parts or DROPS_EXTRA.search(source):
+    if doc.is_declared(name) or doc.is_read_in_parts or _drops_extra(source):
         return True
     if PARSES_WHOLE.search(source):
         return False

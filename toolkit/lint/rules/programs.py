@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from toolkit.convert.job_script import PROGRAMS
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
@@ -11,8 +12,10 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import shorten
+from toolkit.lint.named_files import names_program, project_root, source_of
+from toolkit.lint.rules.settings import is_grpo, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
+from toolkit.versions import version_numbers
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
@@ -39,6 +42,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
     is_read_here = is_read_by_project(doc, program)
+    is_manifest = program == "ms-swift" and bool(strange) and doc.start is None and not _is_named(doc)
     own = [key for key in unknown if program != "trl" and doc.call is None and doc.is_read(key)]
     for key in unknown:
         instead = schema.replacement(key)
@@ -51,6 +55,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
+        written = re.match(r"`(\w+)", fix)
+        fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
         message, level = f"{schema.named} has no `{shorten(key)}`, and {refusal}", None
         is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
@@ -61,19 +67,20 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
             fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
-        if program == "axolotl" and not doc.get(key):
+        level = NOTE if is_manifest else level
+        is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
+        if program == "axolotl" and is_off:
             level = NOTE  # dropped, and off or empty anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
-        if of_own_script and level is None:
+        if of_own_script and level is None and not (key in schema.former and _parses_all(doc)):
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
         if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
             fix = f"{fix}, and the same in your code; or an older TRL"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
-        is_old = program == "trl" and key in schema.renamed
-        since = schema.former.get(key, schema.version if is_old else None)
+        since = _lost_in(schema, doc, key)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
 
 
@@ -82,6 +89,29 @@ def glued_number(doc: Document, name: str) -> str | None:
     found = re.fullmatch(r"([a-z_]+)(\d\w*)", name[:100]) if doc.call is not None else None
     is_known = found is None or name in trainer_argument_names() or doc.is_declared(name)
     return None if found is None or is_known or found[1] not in trainer_argument_names() else " ".join(found.groups())
+
+
+def _parses_all(doc: Document) -> bool:
+    """Return True for a command whose script gives a class of TRL to a parser that refuses what its classes lack."""
+    source = source_of(doc.call.script or "", doc.path)[0] if doc.call else ""
+    has_class = re.search(r"\b(?:HfArgument|Trl)Parser\([^)]*\b[A-Z]+Config\b", source)
+    return bool(has_class and re.search(r"\.parse_args_(?:into_dataclasses|and_config)\(\s*\)", source))
+
+
+def _is_named(doc: Document) -> bool:
+    """Return True for a file that a text of its project names, and for one without a project."""
+    return project_root(doc.folder) is None or names_program(doc.folder, Path(doc.path).name)
+
+
+def _lost_in(schema: ProgramSchema, doc: Document, key: str) -> str | None:
+    """Return the first version without a setting: TRL's methods lost some at different times, so where the script, the
+    command or the other settings say the method, that of the method's own class."""
+    lost = {command: names[key] for command, names in schema.lost.items() if key in names}
+    classes = re.findall(r"\b([A-Z]+)Config\b", doc.reader_source) if lost else []
+    named = {*(each.lower() for each in classes), *(doc.start.script or "" if doc.start else "").split()[1:]}
+    methods = lost.keys() & named or lost.keys() & {"grpo" if is_grpo(doc) else ""}
+    methods = methods or (lost.keys() & schema.commands_of(doc.data) if lost else set())
+    return max((lost[each] for each in methods), key=version_numbers, default=schema.former.get(key))
 
 
 def _is_beginning(key: str, schema: ProgramSchema) -> bool:
@@ -123,7 +153,7 @@ def _old_names(doc: Document) -> Iterator[Match]:
             instead = schema.replacement(key)
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             fix = f"`{instead}`" if instead else "remove it"
-            yield Match(key, message, fix, level=WARNING, since=schema.version)
+            yield Match(key, message, fix, level=WARNING, since=_lost_in(schema, doc, key))
 
 
 def is_trls_own(doc: Document) -> bool:

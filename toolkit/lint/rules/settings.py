@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import find_named, has_own_loop, imported_source, occurs, project_source
+from toolkit.lint.named_files import find_named, has_own_loop, imported_source, occurs, parses_own, project_source
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -175,8 +175,9 @@ def is_trl(doc: Document) -> bool:
 def is_grpo(doc: Document) -> bool:
     """Return True for arguments of TRL's GRPOTrainer."""
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
-    has_key = doc.data.keys() & {"num_generations", "max_completion_length"}
-    return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
+    keys = doc.data.keys() & {"num_generations", "max_completion_length"}
+    has_key = not all(parses_own(doc.reader_source, each) for each in keys)  # nor is one of them a script's own
+    return has_key and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
 
 
 def is_ranked(doc: Document) -> bool | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
+from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
@@ -17,7 +17,7 @@ from toolkit.lint.named_files import find_named, project_source, scripts_named, 
 from toolkit.lint.rules.settings import as_enum, as_int, shorten
 from toolkit.lint.script_options import is_refused
 
-ARRAY = re.compile(r"\w\+?=\((?:(?<!\S)#[^\n]*|[^()'\"]|'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\([^)]*\))*\)?", re.DOTALL)
+ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 BLANK_ASSIGNED = re.compile(r"\s*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]+=(?:[ \t]+\S|[\w\"'$/])")

@@ -6,13 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from toolkit.convert.job_script import LauncherCall
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import imported_source, source_of
+from toolkit.lint.named_files import imported_source, occurs, source_of
 from toolkit.lint.rules.settings import (
     CONVERTS_TEXT,
     as_bool,
@@ -35,6 +36,7 @@ CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_chec
 ACCUMULATION_KWARGS = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
+UNSLOTH = re.compile(r"^\s*(?:from|import) unsloth\b", re.MULTILINE)
 VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 
 
@@ -93,7 +95,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     least 2 for GRPO.
     """
     of_swift = doc.program == "ms-swift" and doc.get("rlhf_type") == "grpo" and doc.has("gradient_accumulation_steps")
-    if not is_grpo(doc) and not of_swift:
+    of_unsloth = occurs(UNSLOTH, doc.reader_source)  # which makes the batch as large as a group
+    if of_unsloth or not (is_grpo(doc) or of_swift):
         return
     group = as_int(doc.get("num_generations", 8))
     defaults = GENERATION_BATCH | ({"per_device_train_batch_size": 1} if of_swift else {})
@@ -124,7 +127,12 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
 def processes_of(doc: Document) -> int | None:
     """Return the number of processes that a launcher starts, where its options or its YAML say it."""
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
-    return processes_of_call(doc.start, in_yaml) if doc.start else None
+    call = doc.start
+    if call is None or call.tool not in ("swift", "llamafactory-cli"):
+        return processes_of_call(call, in_yaml) if call else None
+    lines = (doc.command or doc).text.split("\n")[: call.line - 1]
+    exported = [line for line in lines if re.match(r"[ \t]*export[ \t]", line)]
+    return processes_of_call(replace(call, before="\n".join([*exported, call.before])))
 
 
 def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
@@ -138,8 +146,9 @@ def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
         return math.prod(map(int, filter(None, counts))) if all(counts) else None
     if tool in ("swift", "llamafactory-cli"):
-        found = [re.search(rf"\b{name}=[\"']?(\d+)\b", call.before) for name in VARIABLES]
-        return math.prod(int(each[1]) for each in found if each) if found[0] else None
+        said = [re.findall(rf"\b{name}=[\"']?(\d+\b|[^\s\d])", call.before)[-1:] for name in VARIABLES]
+        counts = [as_int(each) for last in said for each in last]
+        return math.prod(map(int, filter(None, counts))) if said[0] and all(counts) else None
     return as_int(options.get("num-processes") or in_yaml)
 
 
