@@ -82,6 +82,7 @@ class ProgramSchema:
     renamed: Mapping[str, str | None] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)  # settings of older versions, to the first without them
     words: Mapping[str, Collection[str]] = field(default_factory=dict)  # of settings that take no other text; `a_*`
+    numbers: Mapping[str, str] = field(default_factory=dict)  # `int` or `float`, of settings that take nothing else
     launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()

@@ -171,7 +171,8 @@ def is_grpo(doc: Document) -> bool:
     """Return True for arguments of TRL's GRPOTrainer."""
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
     has_key = doc.data.keys() & {"num_generations", "max_completion_length"}
-    return bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
+    is_its_command = doc.start is not None and doc.start.script == "trl grpo"
+    return is_its_command or (bool(has_key) and is_its and "rloo" not in (doc.call.script or "" if doc.call else ""))
 
 
 def is_ranked(doc: Document) -> bool | None:
