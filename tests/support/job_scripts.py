@@ -107,6 +107,12 @@ VALUES = [
     ("refused-value", "TORCH_DISTRIBUTED_DEBUG=1 torchrun", "TORCH_DISTRIBUTED_DEBUG=detail torchrun"),
     ("refused-value", "CUDA_VISIBLE_DEVICES=[0,1] torchrun", "CUDA_VISIBLE_DEVICES=0,1 torchrun"),
     ("shell-slip", "torchrun --master_port=${PORT:29500}", "torchrun --master_port=${PORT:-29500}"),
+    ("shell-slip", "torchrun -m", "python -m torch.distributed.run"),
+    (
+        "shell-slip",
+        "torchrun --nproc_per_node $SKYPILOT_NUM_GPU_PER_NODE",
+        "torchrun --nproc_per_node $SKYPILOT_NUM_GPUS_PER_NODE",
+    ),
 ]
 
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
