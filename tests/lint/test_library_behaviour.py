@@ -297,6 +297,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"unknown-script-option"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {
+        *("refused-value", "shell-slip", "text-for-number"),
         "blank-in-assignment",
         "lost-line",
         "typographic-quotes",
@@ -749,11 +750,29 @@ def test_trl_and_peft_raise_for_other_words() -> None:
         ("echo a \\ \n  --c d 2>/dev/null; echo $?", b"a 127"),
         ("A=1; bash -c 'echo [$A]'", b"[]"),
         ("A = 1 2>/dev/null; export B = 1 2>/dev/null; echo [$A$B]", b"[]"),
+        ("A=(b c); D=12345; echo $A ${D:3}; set -- 2&>/dev/null; [$D = 1] 2>/dev/null; echo $?", b"b 45 127"),
         ("export A=“x”; echo $A", "“x”".encode()),
     ],
 )
 def test_bash_does_with_lost_lines_variables_and_quotes_what_the_rules_say(script: str, printed: bytes) -> None:
     assert b" ".join(subprocess.run(["bash", "-c", script], capture_output=True, check=False).stdout.split()) == printed
+
+
+@nightly
+def test_torch_refuses_values_of_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "1")
+    with pytest.raises(ValueError, match="must be OFF, INFO, or DETAIL"):
+        torch.distributed.set_debug_level_from_env()
+    for refused in ("expandable_segments:true", "expandable_segments=True"):
+        with pytest.raises((ValueError, RuntimeError)):
+            torch._C._accelerator_setAllocatorSettings(refused)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="must be an integer"):
+        parse_rendezvous_endpoint("a:PORT", default_port=1)
+    with pytest.raises(ValueError, match="gpus"):
+        torchrun_config("--nproc-per-node=gpus")
 
 
 # -- launchers on several nodes

@@ -255,6 +255,14 @@ CASES = [
          "distributed_type: MULTI_GPU\nnum_machines: 2\nmachine_rank: 1\n", 3),
     Case("refused-by-accelerate", f"{FSDP}  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 1e8\n",
          f"{FSDP}  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 100000000\n", 5),
+    Case("refused-alone", "do_train: true\noutput_dir: a\nlr_scheduler_type: warmup_stable_decay\n",
+         "do_train: true\noutput_dir: a\nlr_scheduler_type: warmup_stable_decay\n"
+         "lr_scheduler_kwargs: {num_decay_steps: 1}\n", 3),
+    Case("refused-alone", "do_train: true\noutput_dir: a\nddp_backend: ncll\n",
+         "do_train: true\noutput_dir: a\nddp_backend: cpu:gloo,cuda:nccl\n", 3),
+    *(Case("unknown-word", f'{{"zero_optimization": {{}}, "scheduler": {{"type": "WarmupLR",\n"params": {bad}}}}}',
+           f'{{"zero_optimization": {{}}, "scheduler": {{"type": "WarmupLR",\n"params": {good}}}}}', 2, "ds.json")
+      for bad, good in [('{"warmup_type": "cosine"}', '{"warmup_type": "log"}')]),
     Case("refused-by-trl", f"{SFT}sync_ref_model: true\nprecompute_ref_log_probs: true\n",
          f"{SFT}sync_ref_model: true\nprecompute_ref_log_probs: false\n", 4),
     *(Case("unknown-word", f"{SFT}{bad}\n", f"{SFT}{good}\n", 4) for bad, good in WORDS_OF_TRL),

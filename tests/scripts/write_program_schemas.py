@@ -69,6 +69,18 @@ class Source:
                     found[name] = before and before | (words or set())
         return {name: words for name, words in found.items() if words}
 
+    def numbers(self, *names: str) -> dict[str, str]:
+        """Return `int` or `float` for each field that takes nothing else, or nothing."""
+        found: dict[str, str] = {}
+        for node in self._with_bases(*names):
+            for each in node.body:
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    parts = set(re.findall(r"[^\s|\[\],'\"]+", ast.unparse(each.annotation)))
+                    parts -= {"Optional", "Union", "None"}
+                    is_number = bool(parts) and parts <= {"int", "float"}
+                    found.setdefault(each.target.id, ("float" if "float" in parts else "int") if is_number else "")
+        return {name: kind for name, kind in sorted(found.items()) if kind}
+
     def _closed(self, annotation: ast.expr) -> set[str] | None:
         """Return the words that an annotation allows, none for numbers and blocks, and None where it takes any text."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -253,6 +265,15 @@ def closed_words(folder: Path, program: str) -> dict[str, list[str]]:
     return {key: sorted(words) for key, words in sorted(found.items())}
 
 
+def numbers(folder: Path, program: str) -> dict[str, str]:
+    """Return the settings of the newest version that are numbers alone."""
+    if program in ("trl", "axolotl"):  # of which the rules about the Trainer's arguments and `types` speak
+        return {}
+    read, parts = SOURCES[program]
+    source = read(folder, VERSIONS[program])
+    return source.numbers(*parts(source))
+
+
 def former_fields(folder: Path, program: str) -> dict[str, str]:
     """Return the settings that a program no longer has, and the first version of those read that is without each."""
     versions = (*FORMER[program], VERSIONS[program])
@@ -285,6 +306,7 @@ def main(folder: Path) -> None:
             "fields": sorted(fields_of(folder, program, VERSIONS[program])),
             "former": former_fields(folder, program),
             "words": closed_words(folder, program),
+            "numbers": numbers(folder, program),
             "version": VERSIONS[program],
             "transformers": TRANSFORMERS.get(program, []),
         }

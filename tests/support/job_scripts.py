@@ -94,6 +94,27 @@ spec:
 """
 
 TRAINS = "torchrun train.py --output_dir out --per_device_train_batch_size 1"
+# Values of launchers' options that are refused, and the nearest ones.
+VALUES = [
+    ("refused-value", "torchrun --nproc_per_node gpus", "torchrun --nproc_per_node gpu"),
+    ("refused-value", "torchrun --rdzv_endpoint a:PORT", "torchrun --rdzv_endpoint a:$PORT"),
+    ("refused-value", "deepspeed --include localhost:0-3", "deepspeed --include a:0,1@b:2"),
+    (
+        "refused-value",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true torchrun",
+        "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:8,expandable_segments:True torchrun",
+    ),
+    ("refused-value", "TORCH_DISTRIBUTED_DEBUG=1 torchrun", "TORCH_DISTRIBUTED_DEBUG=detail torchrun"),
+    ("refused-value", "CUDA_VISIBLE_DEVICES=[0,1] torchrun", "CUDA_VISIBLE_DEVICES=0,1 torchrun"),
+    ("shell-slip", "torchrun --master_port=${PORT:29500}", "torchrun --master_port=${PORT:-29500}"),
+    ("shell-slip", "torchrun -m", "python -m torch.distributed.run"),
+    (
+        "shell-slip",
+        "torchrun --nproc_per_node $SKYPILOT_NUM_GPU_PER_NODE",
+        "torchrun --nproc_per_node $SKYPILOT_NUM_GPUS_PER_NODE",
+    ),
+]
+
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
@@ -155,6 +176,23 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "job.sbatch"),
     ("more-processes-than-granted", "#SBATCH --gres=gpu:a100:4\ntorchrun --nproc_per_node 8 train.py\n",
      "#SBATCH --nodes=2\n#SBATCH --gpus=8\ntorchrun --nproc_per_node 8 train.py\n", 2, "job.sbatch"),
+    *((rule, f"{bad} train.py\n", f"{good} train.py\n", 1, "run.sh") for rule, bad, good in VALUES),
+    ("refused-value", f"export NCCL_P2P_DISABLE=true\n{TRAINS}\n", f"export NCCL_P2P_DISABLE=1\n{TRAINS}\n", 1,
+     "run.sh"),
+    ("refused-value", f"#SBATCH --time=24h\n{TRAINS}\n", f"#SBATCH --time=1-00:00\n{TRAINS}\n", 1, "job.sbatch"),
+    ("shell-slip", f"#SBATCH -nodes=2\n{TRAINS}\n", f"#SBATCH -N2\n#SBATCH -pgpu-1\n{TRAINS}\n", 1, "job.sbatch"),
+    ("shell-slip", f"#SBATCH --mem=64 GB\n{TRAINS}\n", f"#SBATCH --mem=64GB\n{TRAINS}\n", 1, "job.sbatch"),
+    ("shell-slip", f"{TRAINS} > a 2&>1\n", f"{TRAINS} > a 2>&1\n# 2&>1\n", 1, "run.sh"),
+    ("shell-slip", f"if [$A = 1 ]; then\n  {TRAINS}\nfi\n", f"if [ $A = 1 ]; then\n  {TRAINS}\nfi\n", 1, "run.sh"),
+    ("shell-slip", f"ARGS=(--lr 1)\n{TRAINS} $ARGS\n", f'ARGS=(--lr 1)\n{TRAINS} "${{ARGS[@]}}"\n', 2, "run.sh"),
+    ("text-for-number", "swift sft --model a --dataset b --lora_rank eight\n",
+     "swift sft --model a --dataset b --lora_rank $RANK\n", 1, "run.sh"),
+    ("refused-by-peft", "swift sft --model a --dataset b --target_modules q_proj,v_proj\n",
+     "swift sft --model a --dataset b --target_modules q_proj v_proj\n", 1, "run.sh"),
+    ("refused-by-trl", "trl grpo --model_name_or_path a --dataset_name b --log_completions_hub_repo c/d\n",
+     "trl sft --model_name_or_path a --dataset_name b --log_completions_hub_repo c/d\n", 1, "run.sh"),
+    ("unknown-word", "trl kto --model_name_or_path a --dataset_name b --loss_type sigmoid\n",
+     "trl dpo --model_name_or_path a --dataset_name b --loss_type sigmoid\n", 1, "run.sh"),
     ("wrong-argument-type", f"{TRAINS} --deepspeed --max_steps 5\n", f"{TRAINS} --deepspeed $JSON --max_steps 5\n", 1,
      "run.sh"),
     ("refused-alone", f"{TRAINS} --fsdp full_shard --deepspeed z.json\n", f"{TRAINS} --fsdp full_shard\n", 1,

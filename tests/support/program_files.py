@@ -27,7 +27,24 @@ AXOLOTL_TYPES = [
     ('local_rank: ""', 'local_rank: "0"'),
     ("trust_remote_code: maybe", "trust_remote_code: 1"),
 ]
+# In an entry of axolotl's datasets, and settings whose value has another form than the program's parser reads.
+ENTRIES = [
+    ("train_on_eos: turns", "train_on_eos: turn"),
+    ("roles_to_train: assistant", "roles_to_train: [assistant]"),
+    ("roles: {assistant: gpt}", "roles: {assistant: [gpt]}"),
+    ("ds_type: jsonl", "ds_type: json"),
+]
+FORMS = [
+    ("refused-by-axolotl", AXOLOTL, "plugins: axolotl.integrations.liger.LigerPlugin", "plugins: [mine.Plugin]"),
+    ("refused-by-axolotl", AXOLOTL, "wandb_mode: off", "wandb_mode: offline"),
+    ("refused-by-axolotl", AXOLOTL, "lora_modules_to_save: lm_head", "lora_modules_to_save: [lm_head]"),
+    ("wrong-type", AXOLOTL, "val_set_size: 10%", "val_set_size: '0.1'"),
+    ("text-for-number", FACTORY, "image_max_pixels: 768*768", "image_max_pixels: <pixels>"),
+    ("text-for-number", SWIFT, "split_dataset_ratio: 5%", "split_dataset_ratio: 0.05"),
+    ("refused-by-peft", FACTORY, "lora_target: q_proj v_proj", "lora_target: q_proj,v_proj"),
+]
 PROGRAM_CASES = [
+    *((rule, f"{file}{bad}\n", f"{file}{good}\n", file.count("\n") + 1, None) for rule, file, bad, good in FORMS),
     ("unknown-trl-setting", f"{TRL_SFT}max_seq_length: 8\n", f"{TRL_SFT}max_length: 8\n", 4,
      f"{TRL_SFT}max_length: 8\n"),
     ("unknown-trl-setting", f"{TRL_SFT}torch_dtype: auto\n", f"{TRL_SFT}dtype: auto\n", 4, f"{TRL_SFT}dtype: auto\n"),
@@ -51,6 +68,8 @@ PROGRAM_CASES = [
     ("unknown-swift-setting", f"{SWIFT}lora_r: 8\n", f"{SWIFT}lora_r: 8\nignore_args_error: true\n", 5,
      f"{SWIFT}lora_rank: 8\n"),
     *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
+    *(("refused-dataset", f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {bad}}}\n",
+       f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {good}}}\n", 4, None) for bad, good in ENTRIES),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: false\n", 6, None),

@@ -146,6 +146,10 @@ class JobScript:
             if not _in_comment(self.text, found.start()):
                 yield found, self.line_at(found.start())
 
+    def is_comment(self, offset: int) -> bool:
+        """Return True for a place in a comment."""
+        return _in_comment(self.text, offset)
+
     def mentions(self, pattern: str) -> bool:
         """Return True if a pattern occurs outside of comments."""
         return next(self.find(pattern), None) is not None

@@ -84,6 +84,7 @@ class ProgramSchema:
     lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # the same by command, where they differ
     words: Mapping[str, Collection[str]] = field(default_factory=dict)  # of settings that take no other text; `a_*`
     types: Mapping[str, str] = field(default_factory=dict)  # of settings that take nothing else: `float | int`
+    numbers: Mapping[str, str] = field(default_factory=dict)  # `int` or `float`, of settings that take nothing else
     launcher: Collection[str] = ()
     scripts: Collection[str] = ()
     others: Collection[str] = ()

@@ -126,6 +126,11 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
     if word == "rest":
         whole, divisor = as_int(value), _product(doc, *other.split())
         return bool(whole and divisor and whole % divisor)
+    if word == "one_name":  # where only LLaMA-Factory splits at commas; an expression has other letters
+        between = r"\w+(?:[ ]+\w+)+" if name == "lora_target" else r"\w+(?:[ ]*,[ ]*\w+)+"
+        return (
+            re.fullmatch(between, str(value[0] if isinstance(value, list) and len(value) == 1 else value)) is not None
+        )
     if word == "exponent":
         return isinstance(value, float) or re.fullmatch(r"[\d.]+[eE]\+?\d+", str(value)) is not None
     if other:

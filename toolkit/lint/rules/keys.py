@@ -402,6 +402,20 @@ def unknown_word(doc: Document) -> Iterator[Match]:
                     yield replace(found, line=call.line, library="torch" if tool == "torchrun" else DEEPSPEED)
 
 
+@rule(ERROR, TRAINER, AXOLOTL, library="axolotl", fix="a number", for_every_program=True)
+def text_for_number(doc: Document) -> Iterator[Match]:
+    """The parser refuses it: from a file LLaMA-Factory takes it, and cannot count with it."""
+    schema = program_schemas().get(AXOLOTL if doc.kind == AXOLOTL else doc.program or "")
+    is_kept = doc.program == "llama-factory" and doc.call is None
+    of_trainer = trainer_schema().fields if doc.kind == TRAINER else {}  # of the rule above
+    for name in sorted(schema.numbers.keys() - of_trainer.keys()) if schema else ():
+        value = doc.get(name)
+        is_text = isinstance(value, list) or (isinstance(value, str) and value.lower() not in ("", "none", "null"))
+        if is_text and as_float(value) is None and not is_template(value):
+            message, level = f"{shorten(value)} is no number", WARNING if is_kept else None
+            yield Match(name, message, "its digits", level=level, library=schema.distribution if schema else None)
+
+
 def _words_of_program(doc: Document) -> Iterator[Match]:
     """Words of the program's schema, which its parser refuses, and those of TRL and axolotl that a trainer refuses.
 
@@ -412,7 +426,9 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     schema = program_schemas().get(program or "")
     tables: dict[str, Any] = {key: {"words": words} for key, words in (schema.words if schema else {}).items()}
     if program == AXOLOTL or program in OUR_PROGRAMS or program is None:
-        program = program if program == AXOLOTL else "grpo" if is_grpo(doc) else "trl"
+        command = (doc.start.script or "").removeprefix("trl ") if doc.start else ""
+        of_trl = command if command in ("sft", "kto") else "grpo" if is_grpo(doc) else "trl"
+        program = program if program == AXOLOTL else of_trl
         tables |= launcher_tables()["words"][program] if program == AXOLOTL or is_trl(doc) else {}
     library = "trl" if schema is None else schema.distribution
     for key, table in tables.items():

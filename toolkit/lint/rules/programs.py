@@ -6,19 +6,33 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import PROGRAMS
+from toolkit.convert.job_script import PROGRAMS, launcher_tables
 from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import names_program, project_root, source_of
-from toolkit.lint.rules.settings import is_grpo, shorten
+from toolkit.lint.rules.settings import is_grpo, is_template, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
+
+
+@rule(ERROR, AXOLOTL, library="axolotl", fix="a value of that form")
+def refused_dataset(doc: Document) -> Iterator[Match]:
+    """axolotl refuses it."""
+    for block in ("datasets", "test_datasets"):
+        entries = doc.get(block) if isinstance(doc.get(block), list) else []
+        for entry in filter(lambda each: isinstance(each, dict), entries):
+            for name, table in launcher_tables()["forms"]["datasets"].items():
+                outer, _, inner = name.partition(".")
+                value = entry.get(outer)
+                value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
+                if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value):
+                    yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:

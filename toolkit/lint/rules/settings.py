@@ -177,7 +177,8 @@ def is_grpo(doc: Document) -> bool:
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
     keys = doc.data.keys() & {"num_generations", "max_completion_length"}
     has_key = not all(parses_own(doc.reader_source, each) for each in keys)  # nor is one of them a script's own
-    return has_key and is_its and "rloo" not in (doc.call.script or "" if doc.call else "")
+    is_its_command = doc.start is not None and doc.start.script == "trl grpo"
+    return is_its_command or (has_key and is_its and "rloo" not in (doc.call.script or "" if doc.call else ""))
 
 
 def is_ranked(doc: Document) -> bool | None:

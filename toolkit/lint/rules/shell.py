@@ -81,7 +81,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="no blanks around =")
 def blank_in_assignment(doc: Document) -> Iterator[Match]:
-    """With blanks around `=` bash takes the variable's name for a command, or exports it as it is."""
+    """With blanks around `=` bash assigns nothing."""
     script = doc.script
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
     for start, end in script.commands if script.calls else ():
@@ -91,9 +91,45 @@ def blank_in_assignment(doc: Document) -> Iterator[Match]:
             yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
 
 
+@rule(ERROR, *SCRIPTS, library="torch", fix="a value of that form")
+def refused_value(doc: Document) -> Iterator[Match]:
+    """Another form is refused: by the launcher, sbatch or the library that reads the variable; NCCL passes over it."""
+    script, table = doc.script, launcher_tables()["forms"]
+    said = [
+        (f"--{option}", call.options.get(option) or "", each, call.line)
+        for call in script.launches
+        for option, each in table.get(call.tool, {}).items()
+    ]
+    for found, line in script.find(r"(?<![\w-])([A-Z][A-Z0-9_]{5,})=[\"']?([^\s\"';|&)]+)") if script.calls else ():
+        if found[1] in table["variables"]:
+            said.append((found[1], found[2], table["variables"][found[1]], line))
+    for name, each in table["sbatch"].items() if doc.kind == SBATCH else ():
+        value, line = script.directives.get(name, ("", 0))
+        said.append((f"--{name}", value.strip("\"'"), each, line))
+    for name, value, each, line in said:
+        if value and not re.search(r"[$<{`%]", value) and not re.fullmatch(each["form"], value):
+            library = each.get("library", "torch")
+            message, level = f"{shorten(value)} {each['effect']}", each.get("level")
+            yield Match(name, message, each["fix"], line=line, library=library, level=level)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="what the message names")
+def shell_slip(doc: Document) -> Iterator[Match]:
+    """bash reads it otherwise."""
+    script = doc.script
+    spans = (*script.strings, *script.protected)
+    for each in launcher_tables()["slips"] if script.calls else ():
+        for found in re.finditer(each["pattern"], script.text):
+            last = found.lastindex or 0
+            is_directive = found[0].startswith("#SBATCH") and doc.kind == SBATCH
+            if is_directive or not (script.is_comment(found.start(last)) or _in_spans(found.start(last), spans)):
+                line = script.line_at(found.start(last))
+                yield Match(found[last], each["message"], each["fix"], line=line)
+
+
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
-    """Quotes and dashes of a word processor are letters to bash."""
+    """To bash typographic quotes are letters."""
     script = doc.script
     for start, end in script.commands if script.calls else ():
         found = TYPOGRAPHIC.search(script.text, start, end)
@@ -106,7 +142,7 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="bash", fix="export NAME=VALUE")
 def not_exported(doc: Document) -> Iterator[Match]:
-    """A variable on a line of its own, not exported, stays in this shell: launcher and ranks do not have it."""
+    """A variable that is not exported stays in this shell: launcher and ranks do not have it."""
     script, table = doc.script, launcher_tables()["exported"]
     if not script.calls or script.mentions(r"^\s*set\s+(?:-a|-o\s+allexport)"):
         return
