@@ -1,7 +1,5 @@
 """Convert the file of another tool, and write the result as the YAML file that the training script reads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -8,8 +8,6 @@
 ({'model_name_or_path': 'Qwen/Qwen3-8B'}, ['strict'], ['loss_watchdog_patience'])
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence

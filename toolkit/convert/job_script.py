@@ -9,8 +9,6 @@ Nothing is executed, and no more of the shell's grammar is read than quotes, com
 and variables that one line sets to plain text.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """LLaMA-Factory's YAML (tables/llama-factory.yaml). Its source is named where a rule comes from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

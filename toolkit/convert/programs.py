@@ -10,8 +10,6 @@
 What each program reads was taken from its source once (`tests/scripts/write_program_schemas.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@
 'zero3_cpu_offload'
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`trl sft`: its flags and its YAML (tables/trl.yaml). TRL's source is named where a rule comes from it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

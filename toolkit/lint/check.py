@@ -5,8 +5,6 @@
 []
 """
 
-from __future__ import annotations
-
 import json
 import operator
 import os
@@ -59,8 +57,7 @@ class LintResult:
     files: list[str]
     unreadable: list[ToolkitError]
     """One error for each file that is named, or looks like a configuration in a folder, and cannot be read."""
-    not_checked: list[str]
-    """One line for each script whose arguments no rule knows."""
+    not_checked: list[str]  # one line for each script whose arguments no rule knows
 
 
 def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bool = True) -> LintResult:
@@ -157,10 +154,8 @@ def _candidates(folder: Path) -> list[Path]:
         paths = [Path(root, name) for name in names if not name.startswith(".") and name.endswith(LINTED_SUFFIXES)]
         found += filter(is_file, paths)
         if len(found) > MAX_FILES:
-            raise ToolkitError(
-                f"{folder} has more than {MAX_FILES:,} YAML, JSON and shell files",
-                hint="name a folder inside it, or files",
-            )
+            hint = "name a folder inside it, or files"
+            raise ToolkitError(f"{folder} has more than {MAX_FILES:,} YAML, JSON and shell files", hint=hint)
     return sorted(found)
 
 

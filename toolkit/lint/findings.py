@@ -1,7 +1,5 @@
 """Findings, and the rules that report them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass

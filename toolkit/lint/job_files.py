@@ -5,8 +5,6 @@
 ('train.py', 3)
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

@@ -3,8 +3,6 @@
 Levels have the same three words there. Paths are relative to the working directory, which has to be the repository.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

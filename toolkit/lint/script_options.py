@@ -5,8 +5,6 @@
 (True, False, False)
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

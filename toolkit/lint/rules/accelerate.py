@@ -1,7 +1,5 @@
 """Rules about what `accelerate launch` starts: processes, nodes, launchers, parallel degrees, and FSDP."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules that are conditions over a file's keys, as `conditions.yaml` lists them."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import math

@@ -1,7 +1,5 @@
 """Rules about a DeepSpeed JSON, and about the YAML that names it: what conflicts, is ignored, or fails later."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

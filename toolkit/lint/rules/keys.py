@@ -1,7 +1,5 @@
 """Rules about keys: unknown, removed, renamed, duplicated."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

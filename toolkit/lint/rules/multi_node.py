@@ -1,7 +1,5 @@
 """Rules about launchers on several nodes, in sbatch files, SkyPilot tasks and other scripts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules about the files of TRL, axolotl, LLaMA-Factory and ms-swift: settings that the program does not have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

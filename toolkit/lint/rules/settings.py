@@ -4,8 +4,6 @@
 (True, 8, None)
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

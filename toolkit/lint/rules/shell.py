@@ -1,7 +1,5 @@
 """Rules about the shell around a launcher: lost lines, quotes, variables, and words that reach another program."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules about Trainer arguments that transformers refuses together, or that mean something else than they say."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
