@@ -184,7 +184,7 @@ def test_a_configuration_is_dry_run_by_the_line_that_it_names(path: Path, hub: P
     assert ended.returncode == 0, ended.stderr
     (plan,) = plans_of(example)
     assert f"GPU memory: {plan.memory.planned_peak_bytes / GIB:.1f} GiB planned" in ended.stderr
-    assert ended.stderr.endswith("; nothing was started\n")
+    assert ended.stderr.endswith(" is not asked of the hub; nothing was started\n")
     assert ended.stdout.startswith("accelerate launch --config_file ")
     assert not (tmp_path / "run").exists()
 

@@ -104,6 +104,11 @@ def test_json_has_the_file_and_what_it_assumes(tmp_path: Path, capsys: pytest.Ca
     assert answer["text"] == file.read_text()
     assert answer["warnings"][-1].startswith("--save_strategy no: ")
     assert answer["grace_seconds"] >= 100
+    file.write_text("# Written by: toolkit cluster ssh\n# by hand\n")
+    code, _, err = run_cluster([*words, "--", *write_inputs(tmp_path)], capsys)
+    assert code == 0, err
+    assert "by hand" not in file.read_text()
+    assert (tmp_path / "job.sh.before").read_text().endswith("# by hand\n")
     file.write_text("# mine\n")
     code, _, err = run_cluster([*words, "--", *write_inputs(tmp_path)], capsys)
     assert (code, file.read_text()) == (2, "# mine\n")

@@ -130,6 +130,10 @@ def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match=r"no such file: .*results.json") as raised:
         load_results(tmp_path)
     assert raised.value.hint == "name a folder of `toolkit compare` that holds results.json"
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ToolkitError) as raised:
+        load_results(tmp_path)
+    assert raised.value.hint == f"it is the folder of one run: `toolkit report --share {tmp_path}` prints its figures"
 
 
 @pytest.mark.parametrize(

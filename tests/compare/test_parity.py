@@ -86,6 +86,8 @@ def test_a_split_model_is_ranked_with_ddp_by_its_tokens_without_padding_unless_i
 def test_a_split_model_that_trains_another_problem_fails_its_own_check() -> None:
     messages = {
         "layout is dp_shard 4, expected dp_shard 2 x tp 2": {"problem": {"layout": "dp_shard 4"}},
+        "compute_dtype is float16, float32 in ddp on 4 processes, repeat 1; `--bf16 true` of a script holds under each"
+        " preset": {"problem": {"compute_dtype": "float16"}},
         "global_batch_size is 8, 16 in ddp on 4 processes, repeat 1": {"problem": {"global_batch_size": 8}},
         "step 1 has 361 non-padding tokens, 360 in ddp on 4 processes, repeat 1": {
             "step_non_padding_tokens": [361] * 8

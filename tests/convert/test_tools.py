@@ -278,9 +278,9 @@ CASES = [
     # ways to launch TRL
     Case(f"python -m trl.scripts.sft {SFT}"),
     Case(f"torchrun --nproc_per_node 4 trl/scripts/sft.py {SFT}", "ddp", 4),
-    Case(f"accelerate launch --num_processes 1 trl/scripts/sft.py {SFT}", "single", 1),
+    Case(f"accelerate launch --num_processes 1 --module trl sft {SFT}", "single", 1),
     Case(f"accelerate launch --config_file configs/deepspeed_zero3.yaml trl/scripts/sft.py {SFT}", "zero3"),
-    Case(f"accelerate launch --use_deepspeed --zero_stage 2 sft.py {SFT}", "zero2"),
+    Case(f"accelerate launch --use_deepspeed --zero_stage 2 $(which trl) sft {SFT}", "zero2"),
     Case(f"accelerate launch --use_fsdp --fsdp_offload_params true sft.py {SFT}", "fsdp2_cpu_offload"),
     Case("trl sft --config sft.yaml --learning_rate 3e-4",
          arguments={"dataset": "of/yaml", "learning_rate": 3e-4}),  # flags win over the YAML

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import toolkit
 from loaded_modules import HEAVY, loaded_after
 
 from toolkit.demo import assets
@@ -185,6 +186,9 @@ def test_demo_is_the_name_of_the_demo_s_model_and_data_in_training_arguments(
     expected = (f"--model_name_or_path={real_model}", "--dataset", data, "mine.jsonl", "--run_name", "demo")
     assert assets.with_demo_inputs(words) == expected
     assert capsys.readouterr().err == ""  # an error that follows is not pushed down: the run credits the data
+    for command in ("plan", "recommend"):
+        answer = toolkit(command, "demo", "--gpu", "h100", "--num-processes", "2")
+        assert "134,515,008 parameters" in answer.stdout, answer.stderr
 
 
 def test_a_folder_called_demo_is_the_users_own(

@@ -46,7 +46,7 @@ REFUSED = [
     ("{train} -- {job} --output_dir /proc/out", "output_dir /proc/out cannot be written: ", ""),
     ("{train} -- {job} --output_dir {here}/rows.jsonl",
      "--dataset {here}/rows.jsonl is in output_dir {here}/rows.jsonl, where the run would replace it", ""),
-    ("{train} -- {model}", "--output_dir is missing", ""),
+    ("{train} -- {model}", "--output_dir is missing", "add `--output_dir ...` behind the `--` that ends the"),
     ("rehearse --num-processes 2", "missing option '--preset'", "see `toolkit rehearse --help`"),
     ("train --preset zero2 --num-processes two", "invalid value for '--num-processes'", ""),
     ("trian", "no such command 'trian'. Did you mean 'train'?", "see `toolkit --help`"),

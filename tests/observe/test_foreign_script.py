@@ -240,6 +240,7 @@ def test_a_line_and_its_end_are_written_at_once_without_a_buffer(monkeypatch: py
     [
         ({"script": "a.py", "module": "a"}, "both --script and --module are given"),
         ({"output_dir": Path("run")}, "--output-dir is for a script of your own"),
+        ({"require": ("attention=flash",)}, "--require is for a script of your own"),
         ({"resume": True}, "--resume needs a script of your own, and the run's --output-dir"),
         ({"script": "a.py", "dry_run": True, "gpu": "h100"}, "--gpu with a script of your own has no effect"),
         ({"script": "a.py", "nvme_path": "/tmp"}, "--nvme-path with a script of your own has no effect"),
@@ -259,9 +260,13 @@ def test_a_script_that_cannot_be_launched_is_refused_before_any_rank(tmp_path: P
         prepare_run(options(script="no-such.py"), on_message=print)
     with pytest.raises(ToolkitError, match="preset 'tp' divides the model inside our training script"):
         prepare_run(options(script=str(SCRIPT), preset="tp"), on_message=print)
-    prepared = prepare_run(
-        options(script=str(SCRIPT), training_arguments=("--hub_token", "hf_A1b2C3d4E5f6")), on_message=print
-    )
+    with pytest.raises(ToolkitError, match="--require atention=flash: no reading is called"):
+        prepare_run(options(script=str(SCRIPT), require=("atention=flash",)), on_message=print)
+    readings = {"require": ("attention=math",), "allow": ("master_dtype=bfloat16",)}
+    words = ("--hub_token", "hf_A1b2C3d4E5f6")
+    prepared = prepare_run(options(script=str(SCRIPT), training_arguments=words, **readings), on_message=print)
+    for command in (prepared.command.shown, str(prepared.command.resume_command)):
+        assert "--require=attention=math --allow=master_dtype=bfloat16" in command
     assert prepared.command.argv[-2:] == ["--hub_token", "***"]
     assert str(SCRIPT) in prepared.command.shown
 
@@ -319,6 +324,7 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
         (["-m", "no.such.module"], "there is no module 'no.such.module'", "a script is named by its path"),
         (["--require", "zero4", "good.py"], "unknown preset 'zero4'", "did you mean `zero3`?"),
         (["--require", "shardng=full_shard", "good.py"], "--require shardng=full_shard: no reading", "did you mean `s"),
+        (["--require", "attention=flesh", "good.py"], "--require attention=flesh: attention never", "did you mean `fl"),
         (["--stop-after-steps", "0", "good.py"], "argument --stop-after-steps: 0 is not a number", "`python"),
         (["--stop-after", "3", "good.py"], "unrecognized arguments: --stop-after 3", "`python"),
     ],

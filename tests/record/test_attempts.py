@@ -5,11 +5,13 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.observe.observer import open_record
 from toolkit.record.attempts import record_restart, reuse_of, start_attempt
 from toolkit.record.folder import RunFolder, write_json
 
@@ -71,6 +73,9 @@ def test_an_unfinished_run_without_a_checkpoint_starts_over_and_a_finished_one_i
     for resumes in (False, True):
         with pytest.raises(ToolkitError, match="already holds a finished run"):
             start_attempt(finished, reuse_of(continues=False, resumes=resumes, overwrite=False))
+    with pytest.raises(ToolkitError, match="already holds a finished run") as refused:
+        open_record(finished.path, SimpleNamespace(world_size=1, process_index=0), None)
+    assert refused.value.hint == "name another folder: `folder = DIR`"
     assert contents(finished.path) == before
     unfinished = earlier_run(tmp_path / "out")
     shutil.rmtree(unfinished.path / "checkpoint-2")

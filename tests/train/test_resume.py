@@ -58,7 +58,8 @@ def test_a_resumed_run_repeats_the_losses(case: str, resume: Callable[..., Path]
     expected = rows_after(whole, step)
     assert [len(rank) for rank in expected] == [SAVED_STEPS - step] * 2
     assert rows_after(out, 0) == expected
-    assert read(out / "run.json")["resumed_from"] == {"path": str(whole / f"checkpoint-{step}"), "step": step}
+    resumed = {"path": str(whole / f"checkpoint-{step}"), "step": step, "preset": read(whole / "run.json")["preset"]}
+    assert read(out / "run.json")["resumed_from"] == resumed
     assert read(out / "attestation.json")["verdict"] == "attested"
 
 

@@ -159,7 +159,7 @@ def test_the_report_has_the_winner_its_ratio_and_the_command_to_copy() -> None:
     assert content["winner"] == "fast"
     assert content["command"] == (
         "toolkit train --preset zero2 --num-processes 2 --cpu -- --model_name_or_path m --dataset d"
-        " --per_device_train_batch_size 2 --gradient_accumulation_steps 2"
+        " --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --output_dir out/trained"
     )
     assert content["ratio_to_yours"] == pytest.approx(1 / 1.5)
     assert [each["name"] for each in content["settings"]] == [YOURS, "fast"]
@@ -175,7 +175,7 @@ def test_a_search_that_ended_in_its_first_round_says_what_it_did_not_try() -> No
     content = result_json(FIELD, standing, options())
     assert [(each["outcome"], each["trials"]) for each in content["settings"]] == [("left", 1), ("not_tried", 0)]
     assert content["winner"] == YOURS
-    assert content["command"].endswith("--per_device_train_batch_size 4")
+    assert content["command"].endswith("--per_device_train_batch_size 4 --output_dir out/trained")
 
 
 def test_the_confidence_of_a_round_shares_the_error_among_settings_and_rounds() -> None:

@@ -58,7 +58,8 @@ def test_a_search_ends_with_its_budget_resumes_and_names_the_command_to_copy(
     trained = Job.from_argv(arguments.split())
     assert trained.output_dir == str(tmp_path / "mine")
     assert trained.per_device_train_batch_size * trained.gradient_accumulation_steps == 2
-    assert toolkit("report", str(folder)).returncode == 0
+    report = toolkit("report", str(folder))
+    assert (report.returncode, "Interrupted" in report.stdout, "tune.json has" in report.stderr) == (0, False, True)
 
 
 def test_a_dry_run_for_another_gpu_prints_what_is_pruned_and_the_time(

@@ -4,6 +4,7 @@ All but `inspect` read tensors: these import torch when they run.
 """
 
 import json
+import logging
 import os
 import re
 import sys
@@ -157,6 +158,7 @@ def _use_the_cpu_alone() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it reports an optional kernel
 
 
 def parse_size(text: str) -> int:

@@ -57,6 +57,7 @@ def plan(
         print_message(described)
     if model is None:
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
+    model = _with_demo(model)
     try:
         request, compared = _calibrated(partial(plan_request, model), options)
     except ToolkitError as error:
@@ -102,6 +103,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     from toolkit.presets.preset import list_presets, load_preset
     from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
 
+    model = _with_demo(model)
     request, compared = _calibrated(partial(recommend_request, model), options)
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     price = options.price_per_gpu_hour
@@ -123,6 +125,14 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     if as_json:
         return print(json.dumps(values, indent=2))
     print_lines(lines)
+
+
+def _with_demo(model: str) -> str:
+    if model != "demo":
+        return model
+    from toolkit.demo.assets import with_demo_inputs
+
+    return with_demo_inputs(("--model_name_or_path", model))[1]
 
 
 def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:

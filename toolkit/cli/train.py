@@ -68,7 +68,9 @@ def train(options: TrainOptions, as_json: JsonOutput = False) -> None:
     if options.dry_run:
         print(json.dumps(prepared.as_row(), indent=2) if as_json else prepared.command.shown)
         rows = "" if options.runs_script else " (of rows up to 32 MiB of a file; their tokens, the ranks check)"
-        print_message(f"every check passed{rows}; nothing was started")
+        name = str(prepared.run.job.model_name_or_path)
+        hub = "" if options.runs_script or Path(name).exists() else f"; {name} is not asked of the hub"
+        print_message(f"every check passed{rows}{hub}; nothing was started")
         return
     compile_for_run([prepared.command.preset], on_cpu=options.on_cpu)
     with LiveLine(RunFolder(prepared.run.output_dir).timeline) as live:

@@ -184,10 +184,14 @@ def deliver(
         raise ToolkitError("--json does not work with --submit: its output is the scheduler's", hint=hint)
     if output is not None:
         try:
-            if output.is_file() and "# Written by: toolkit cluster" not in output.read_text(errors="replace"):
+            before = output.read_text(errors="replace") if output.is_file() else text
+            if before != text and "# Written by: toolkit cluster" not in before:
                 raise ToolkitError(
                     f"{output} exists, and `toolkit cluster` did not write it", hint="name another `--output`"
                 )
+            if before != text:  # of other options, or edited since
+                kept = output.replace(output.with_name(f"{output.name}.before"))
+                print_message(f"{output} was another one, kept as {kept}")
             write_text(output, text)
         except OSError as error:
             raise ToolkitError(f"{output} cannot be written: {error.strerror}", hint="`--output FILE`") from None

@@ -50,6 +50,11 @@ NUMBERS_OF_JOB = ("seed", "per_device_train_batch_size", "gradient_accumulation_
 GPU_TABLE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+def is_search(folder: Path) -> bool:
+    """Return True for a folder of `toolkit tune`, whose settings have as many trials as the search needed."""
+    return (folder / "tune.json").is_file()
+
+
 def unfinished_results(folder: Path, price_per_gpu_hour: float | None) -> Results | None:
     """Return the results of a stopped comparison; None for a complete one. Raises ToolkitError without a trial."""
     if not (folder / SPEC_FILE).is_file():
@@ -95,7 +100,7 @@ def build_results(
     results = Results(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         reference=spec.reference,
-        unfinished=stopped_on is not None,
+        unfinished=stopped_on is not None and not is_search(folder),
         environment=environment,
         job=ComparedJob(
             script=spec.script_or_module,

@@ -184,7 +184,8 @@ def fact_difference(trial: Run, baseline: Run, names: Sequence[str], free: Seque
     for name in names:
         own, other = getattr(_problem_of(trial), name), getattr(_problem_of(baseline), name)
         if own != other and name not in free:
-            return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.label}"
+            repair = "; `--bf16 true` of a script holds under each preset" if name == "compute_dtype" else ""
+            return f"{name} is {_shown(own)}, {_shown(other)} in {baseline.label}{repair}"
     return None
 
 

@@ -217,5 +217,7 @@ def results_file(path: str | Path) -> Path:
     file = given / RESULTS_FILE if given.is_dir() else given
     if not file.exists():
         hint = f"name a folder of `toolkit compare` that holds {RESULTS_FILE}"
+        if (file.parent / "run.json").is_file():
+            hint = f"it is the folder of one run: `toolkit report --share {given}` prints its figures"
         raise ToolkitError(f"no such file: {file}", hint=hint)
     return file

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.cluster.allocation import Allocation
-from toolkit.compare.build_results import at_price, build_results, unfinished_results
+from toolkit.compare.build_results import at_price, build_results, is_search, unfinished_results
 from toolkit.compare.comparison_report import console_table, write_report
 from toolkit.compare.ledger import (
     LEDGER_FILE,
@@ -110,7 +110,8 @@ class ConsoleProgress(LiveLine):
 
     def finish(self, record: Run, *, from_ledger: bool = False) -> None:
         self.run_seconds += [] if record.wall_seconds is None else [record.wall_seconds]
-        note = "already in the ledger" if from_ledger else f"in {seconds(record.wall_seconds)}"
+        took = "before the resume" if record.wall_seconds is None else f"in {seconds(record.wall_seconds)}"
+        note = "already in the ledger" if from_ledger else took
         outcome = f"{record.status}: {record.message}"
         if record.completed:
             speed, loss = number(record.tokens_per_second, 0), number(record.last_loss, 4)
@@ -445,3 +446,5 @@ def _publish(results: Results, folder: Path, *, as_json: bool = False) -> None:
     else:
         Console(width=max(Console().width, TABLE_COLUMNS)).print(console_table(results))
         print("\n".join([*map(one_line, answer(results.as_reported()).lines), *map(str, files)]))
+    if is_search(folder):
+        print_message("a search of `toolkit tune`: tune.json has its answer; `--resume --rounds N` continues it")

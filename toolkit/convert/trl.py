@@ -47,6 +47,8 @@ def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[s
     else:
         name = Path(script).name
         method = name.removesuffix(".py").removeprefix("trl.scripts.")
+        if name in ("trl", "$(which trl)"):  # TRL's program, started by the launcher instead of by itself
+            method = next(iter(call.words), "")
         if method == name or method not in methods:
             return None
     pinned = {"pinned_trl": OPEN_R1} if "open_r1" in script else {}
@@ -58,7 +60,8 @@ def _with_file(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     for name in ("nproc_per_node", "num_processes"):  # a variable that the script does not assign: it is not known
         if str(settings.get(name)).startswith("$"):
             del settings[name]
-    settings.pop("m", None)  # of `python -m`
+    for name in ("m", "module"):  # of `python -m` and accelerate
+        settings.pop(name, None)
     named = settings.pop("config", None)
     if named is None:
         return settings

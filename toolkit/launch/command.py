@@ -134,14 +134,18 @@ def script_program(options: TrainOptions, observer_words: Sequence[str]) -> list
     """Return the words that run somebody's script observed."""
     target = ["-m", str(options.module)] if options.script is None else [options.script]
     required = ["--output-dir", str(options.output_dir), "--require", options.preset]
-    required += [f"--allow={reading}" for reading in options.allow]
-    return ["-m", "toolkit.observe", *required, *observer_words, *target]
+    return ["-m", "toolkit.observe", *required, *_reading_words(options), *observer_words, *target]
+
+
+def _reading_words(options: TrainOptions) -> list[str]:
+    return [f"--{name}={reading}" for name in ("require", "allow") for reading in getattr(options, name)]
 
 
 def resume_command(options: TrainOptions, world_size: int, shown_argv: Sequence[str]) -> str:
     target = ["--module", str(options.module)] if options.script is None else ["--script", options.script]
     words = ["toolkit", "train", "--preset", options.preset, "--num-processes", str(world_size)]
-    words += [*["--cpu"] * options.on_cpu, "--output-dir", str(options.output_dir), "--resume", *target, "--"]
+    words += [*["--cpu"] * options.on_cpu, *_reading_words(options), "--output-dir", str(options.output_dir)]
+    words += ["--resume", *target, "--"]
     return shlex.join([*words, *shown_argv])
 
 

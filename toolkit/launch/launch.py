@@ -50,6 +50,7 @@ from toolkit.observe.script_file import (
     check_trl_on_cpu,
     script_name,
 )
+from toolkit.observe.words import read_setting
 from toolkit.presets.preset import load_preset
 from toolkit.record import status
 from toolkit.record.attempts import Reuse, check_start, restart_record, start_attempt
@@ -119,6 +120,9 @@ def _prepare_script(options: TrainOptions, run: TrainingRun, on_message: Callabl
     check_process_count(run)
     check_script_preset(preset)
     file = check_script(options.script, options.module)
+    for option, words in {"--require": options.require, "--allow": options.allow}.items():
+        for word in words:
+            read_setting(option, word)
     if options.max_restarts and file is not None and (why := cannot_resume(file, options.training_arguments)):
         on_message(
             f"warning: a restart of this script begins at step 0: {why}\n"

@@ -76,6 +76,9 @@ class TrainOptions(ScriptOptions):
     output_dir: Annotated[
         Path | None, Option(help="with --script: the run folder; default: runs/NAME, then runs/NAME-2 and so on")
     ] = None
+    require: Annotated[
+        tuple[str, ...], Option(help="with --script: end the run unless this is in effect too: attention=flash")
+    ] = ()
     allow: Annotated[
         tuple[str, ...], Option(help="with --script: accept this difference from the preset: master_dtype=bfloat16")
     ] = ()
@@ -95,8 +98,9 @@ class TrainOptions(ScriptOptions):
         for name, (value, allowed) in limits.items():
             check_range(name, value, allowed)
         self.check_script(self.output_dir)
-        if self.allow and not self.runs_script:
-            raise ToolkitError("--allow is for a script of your own", hint="leave `--allow` out")
+        for option in ("--require", "--allow") if not self.runs_script else ():
+            if getattr(self, option[2:]):
+                raise ToolkitError(f"{option} is for a script of your own", hint=f"leave `{option}` out")
         if self.resume and self.output_dir is None:
             hint = "our script has `-- --resume_from_checkpoint latest`, after `--`"
             raise ToolkitError("--resume needs a script of your own, and the run's --output-dir", hint=hint)

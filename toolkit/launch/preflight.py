@@ -112,7 +112,8 @@ def check_required(job: Job, names: Sequence[str]) -> None:
     """Raise ToolkitError for a required argument that is missing."""
     for name in names:
         if name not in job.given or not "".join(map(str, as_list(job.value(name)))).strip():
-            raise ToolkitError(f"--{name} is missing", hint=f"add `-- --{name} ...` after the toolkit's own options")
+            hint = f"add `--{name} ...` behind the `--` that ends the toolkit's own options"
+            raise ToolkitError(f"--{name} is missing", hint=hint)
 
 
 def check_model(name: str, *, revision: str | None = None, starts: bool = True) -> dict[str, Any]:

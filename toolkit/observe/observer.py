@@ -392,6 +392,7 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
             hint="make the process group before the Trainer, or start the script with `accelerate launch`",
         )
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
+    folder.flag, folder.overwrite = "folder =", ""  # an argument of `observe`, not of a command
     if not prepared:
         if writes:
             folder.check_free()

@@ -17,7 +17,7 @@ from toolkit.files.secrets import hide_words, restore_secrets
 from toolkit.observe.script_file import USAGE, check_script, script_name
 from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
-from toolkit.record.kernel_table import REQUIRABLE_ROWS
+from toolkit.record.kernel_table import ATTENTION_PATHS, REQUIRABLE_ROWS
 from toolkit.versions import version_numbers
 
 # What `--require NAME=VALUE` may name: readings of every rank.
@@ -67,7 +67,7 @@ class Words:
         script, module = (None, target) if is_module else (target, None)
         check_script(script, module)
         preset, settings = _required(given.pop("require"))
-        allowed = dict(_reading("--allow", word, ALLOWABLE) for word in given.pop("allow"))
+        allowed = dict(read_setting("--allow", word) for word in given.pop("allow"))
         output_dir = given.pop("output_dir") or Path("runs") / script_name(script, module)
         return cls(
             target=target,
@@ -175,18 +175,25 @@ def _required(words: Sequence[str]) -> tuple[PresetSpec | None, dict[str, Any]]:
         if "=" not in word:
             presets.append(load_preset(word))
         else:
-            settings |= [_reading("--require", word, REQUIRABLE)]
+            settings |= [read_setting("--require", word)]
     if len(presets) > 1:
         raise ToolkitError("--require names two presets", hint="name one")
     return presets[0] if presets else None, settings
 
 
-def _reading(option: str, word: str, names: Sequence[str]) -> tuple[str, Any]:
-    """Return the name and the value of a reading, `master_dtype=bfloat16`."""
+def read_setting(option: str, word: str) -> tuple[str, Any]:
+    """Return the name and the value of `--require` or `--allow`, `master_dtype=bfloat16`.
+
+    Raises ToolkitError for a name that nothing reads, and a kernel that attention never has.
+    """
     name, _, value = word.partition("=")
+    names = REQUIRABLE if option == "--require" else ALLOWABLE
     if name not in names:
         hint = did_you_mean(name, names, otherwise=f"one of {', '.join(names)}")
         raise ToolkitError(f"{option} {word[:80]}: no reading is called {name[:80]!r}", hint=hint)
+    if name == "attention" and (unknown := sorted({*value.split("+")} - {*ATTENTION_PATHS})):
+        hint = did_you_mean(unknown[0], ATTENTION_PATHS, otherwise=f"one of {', '.join(ATTENTION_PATHS)}")
+        raise ToolkitError(f"{option} {word[:80]}: attention never runs as {unknown[0][:80]!r}", hint=hint)
     constants = {"true": True, "false": False} | ({} if name == "engine" else {"none": None})
     return name, constants.get(value, value)
 

@@ -18,7 +18,8 @@ KernelRow = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 VERDICTS = AS_ASKED, SLOWER, DIFFERS = ("as asked", "slower path", "not as asked")
 """The second is a path that nobody asked for by name, where there may be a faster one."""
-# Rows whose `ran` may be named by `--require NAME=VALUE`.
+# Rows whose `ran` may be named by `--require NAME=VALUE`, and what computes attention.
+ATTENTION_PATHS = ("flash", "efficient", "cudnn", "flex", "math", "eager")
 REQUIRABLE_ROWS = ("attention", "experts", "mixers", "loss_path", "optimizer_path", "recomputed_blocks", "documents")
 
 

@@ -76,10 +76,12 @@ class SharedRun(BaseModel):
         rank = (attestation.ranks or (RankReading(),))[0]
         spec, figures = run.spec or {}, run.measured
         why = None
-        if run.status != COMPLETED or figures is None:
-            why = f"ended as {run.status}"
-        elif run.rehearsal is not None:
+        if run.rehearsal is not None:  # which has no figures
             why = "is a rehearsal: one rank of a world that was not there"
+        elif run.status != COMPLETED or figures is None:
+            why = f"ended as {run.status}"
+        elif (began := (run.resumed_from or {}).get("preset") or run.preset) != run.preset:
+            why = f"began under {began}, and its figures are of both presets"
         elif digest is None:
             why = "is not verified: attestation.json is missing, changed, or not `attested`"
         if why is not None:

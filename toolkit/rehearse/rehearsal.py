@@ -259,7 +259,7 @@ def _traced_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "peak of each phase on fake tensors:"
     for phase, peak in facts["peaks"].items():
         parts = ", ".join(f"{part} {gib(size)}" for part, size in peak["parts"].items() if size >= MIB)
-        yield f"  {phase:<10} {gib(peak['total_bytes']):>10}: {parts}"
+        yield f"  {phase:<10} {gib(peak['total_bytes']):>10}{': ' * bool(parts)}{parts}"
     if facts.get("made_up"):
         yield "made up, where code reads a value that follows from weights or other ranks:"
         yield from (f"  {what}" + (f", {times} times" if times > 1 else "") for what, times in facts["made_up"].items())

@@ -193,7 +193,9 @@ def _run_facts(run: ActiveRun) -> dict[str, Any]:
         source = None if checkpoint.manifest is None else checkpoint.manifest.converted_from
         copied = checkpoint.path.parent.name == resume.RESUME_FOLDER
         path = (source and copied and source.path) or checkpoint.path
-        facts["resumed_from"] = {"path": str(path), "step": checkpoint.step}
+        saved_by = (source and copied and source) or checkpoint.manifest
+        preset_name = None if saved_by is None else saved_by.preset
+        facts["resumed_from"] = {"path": str(path), "step": checkpoint.step, "preset": preset_name}
         resumes_here = run.folder.path.absolute() in checkpoint.path.absolute().parents
     if run.writes and not run.launch.folder_prepared and resumes_here:
         restarts = record_restart(run.folder, resumed_step=run.resumed_step)

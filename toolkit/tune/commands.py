@@ -145,6 +145,8 @@ def train_command(setting: Setting, options: TuneOptions) -> str:
     script = {"--script": options.script, "--module": options.module}
     words += [word for option, value in script.items() if value is not None for word in (option, value)]
     given, changed = list(options.training_arguments), setting.added_words
+    if not options.runs_script and "output_dir" not in Job.from_argv(given).given:  # `toolkit train` needs one
+        changed = (*changed, "--output_dir", str(options.output_dir / "trained"))
     if changed and not options.runs_script and not has_config_file(given):
         given = Job.from_argv([*given, *changed]).to_argv()
     else:
@@ -218,7 +220,7 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
     if result["not_shown_to_be_slower"]:
         lines.append(f"left      {', '.join(result['not_shown_to_be_slower'])}: not shown to be slower")
     command = broken(result["command"])
-    return [*lines, f"ended     {result['ended']}", f"error     {METHOD}", "", "train with it:", command]
+    return [*lines, f"ended     {result['ended']}", f"method    {METHOD}", "", "train with it:", command]
 
 
 def field_lines(result: Mapping[str, Any], minutes: str) -> list[str]:
