@@ -98,6 +98,7 @@ CASES = [
     Case("wrong-type", f"{DEEPSPEED}  deepspeed_config_file: 5\n", PAIR, 3),
     Case("degrees-differ-from-processes", f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 8\n",
          f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 4\n", 5),
+    Case("wrong-type", "distributed_type: FSDP\nnum_processes: -2\n", "distributed_type: FSDP\nnum_processes: -1\n", 2),
     Case("wrong-type", f"{DEEPSPEED}  zero_stage: two\n", f'{DEEPSPEED}  zero_stage: "2"\n', 3),
     Case("wrong-type", "distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n",
          'distributed_type: MULTI_GPU\ngpu_ids: "0,1"\n', 2),

@@ -1551,3 +1551,24 @@ def test_adapters_are_gathered_from_stage_3_without_its_flag(source: str, is_sai
     (tmp_path / "train.py").write_text(source)
     findings = lint(tmp_path, ds__json='{"zero_optimization": {"stage": 3}, "train_batch_size": 8}')
     assert ("stage-3-without-gather" in {each.rule for each in findings}) == is_said
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("base_model: a/b\nmicro_batch_size: 1\nsequence_len: 8\nwandb_watch: false\n", '`"false"`, in quotes'),
+        (f"{FACTORY}model_type: qwen2\n", "remove it, or the version that has it"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_backward_prefetch_policy: a}\n", "remove it"),
+    ],
+)  # fmt: skip
+def test_what_has_no_other_name_is_removed_and_a_word_is_quoted(text: str, fix: str, tmp_path: Path) -> None:
+    assert fix in {each.fix for each in lint(tmp_path, a__yaml=text)}
+
+
+def test_hydra_reads_an_exponent_and_a_blank_behind_a_backslash_loses_what_was_assigned(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "train.py").write_text("import hydra\nTrainer()\n")
+    text = "per_device_train_batch_size: 1\nlearning_rate: 1e-5\noutput_dir: out\n"
+    assert "learning_rate" not in levels(lint(tmp_path, a__yaml=text))
+    found = lint(tmp_path, a__sh="HF_HOME=x \\ \nNPROC_PER_NODE=8 \\\nswift sft --model a/b --max_length 8\n")
+    assert any("its variables do not reach" in each.message for each in found if each.rule == "lost-line")

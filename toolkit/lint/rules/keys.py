@@ -17,6 +17,7 @@ from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import lint_tables, occurs, parses_own
 from toolkit.lint.rules.programs import glued_number, is_read_by_project, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
+    OMEGACONF,
     as_bool,
     as_float,
     as_int,
@@ -66,14 +67,13 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
-OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")
 # How the keys of blocks of accelerate's YAML begin, where the block's own name need not be said.
 PREFIXED_BLOCKS = ("fsdp_config", "fp8_config", "dynamo_config", "megatron_lm_config")
 PREFIXES = {block: block.removesuffix("config") for block in PREFIXED_BLOCKS}
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 # accelerate puts its own number in place of the first, torchrun counts the GPUs for the second.
 IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, which took it for the other name before
-AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"))
+AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"), ("num_processes", -1))  # by a command's option
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
 READ_SINCE: Mapping[str, str] = lint_tables()["read_since"]
@@ -199,6 +199,8 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
                 is_open = since is not None and doc.may_be_older("accelerate", since)
+                if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
+                    found = replace(found, fix="remove it", rename=None, remove=True)
                 yield replace(found, since=since, level=WARNING if is_open else found.level)
 
 
@@ -242,7 +244,12 @@ def _wrong_types_of_axolotl(doc: Document) -> Iterator[Match]:
         if not (is_open or is_read or is_plain or (is_number and FIELD_TYPES.keys() & kinds)):
             expected = " or ".join(FIELD_TYPES[kind][1] if kind in FIELD_TYPES else WORDS_OF[kind] for kind in kinds)
             written = repr(value) if value == "" else shorten(value)
-            yield Match(name, f"{written}, expected {expected}: axolotl raises", expected, level=level, library=AXOLOTL)
+            in_quotes = (
+                f'`"{str(value).lower()}"`, in quotes' if isinstance(value, bool) and "str" in kinds else expected
+            )
+            yield Match(
+                name, f"{written}, expected {expected}: axolotl raises", in_quotes, level=level, library=AXOLOTL
+            )
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.15.1", fix="a value of the type that the message names")

@@ -78,7 +78,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
-            fix = f"`{instead}`" if instead else f"the version that has it, or {_fix_of(schema, key, None)}"
+            fix = f"`{instead}`" if instead else "remove it, or the version that has it"
         level = NOTE if is_manifest else level
         is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
         if program == "axolotl" and is_off:

@@ -146,10 +146,13 @@ def keeps_text(doc: Document) -> bool:
     return occurs(re.compile(keeps), doc.reader_source)
 
 
+OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")  # which read `1e-4` as a number
+
+
 def converts_text(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file makes a number or a switch of a setting's text."""
     own = rf"(?:int|float|bool)\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
-    return occurs(re.compile(own), doc.reader_source)
+    return occurs(re.compile(own), doc.reader_source) or occurs(OMEGACONF, doc.reader_source)
 
 
 def uses_fsdp(doc: Document) -> bool:

@@ -55,6 +55,8 @@ def lost_line(doc: Document) -> Iterator[Match]:
                 continue
             line = script.line_at(found.start(1))
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
+            if re.match(r"\w+=", found[1]):
+                message = "what stands in front of it ends there: its variables do not reach the launcher"
             is_windows = script.text[:start].endswith("\\\r\n")
             is_behind_comment = script.text[:start].rstrip("\n").rpartition("\n")[2].lstrip().startswith("#")
             fix = "end the line before with a backslash, and nothing behind it"
