@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from toolkit.files.documents import read_table
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
 MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
@@ -75,7 +74,7 @@ _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
 @functools.cache
 def launcher_tables() -> Mapping[str, Any]:
     """Return the options of launchers and the variables that libraries read, as `tables/launchers.yaml` lists them."""
-    return dict(yaml.safe_load((Path(__file__).parent / "tables" / "launchers.yaml").read_text(encoding="utf-8")))
+    return dict(read_table(f"{Path(__file__).parent}/tables/launchers"))
 
 
 _LAUNCHERS = {tool: re.compile(pattern) for tool, pattern in launcher_tables()["launchers"].items()}

@@ -8,13 +8,10 @@ An argument is renamed only if it means exactly the same; for the others, `HINTS
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import ToolkitError, shown
-from toolkit.files.documents import LOADER
+from toolkit.files.documents import read_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +25,7 @@ class Alias:
     """True if the value may be several names with commas between them, which are words of their own here."""
 
 
-_TABLES: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), Loader=LOADER)
+_TABLES: dict[str, Any] = read_table(__file__)
 ALIASES = {word: Alias(**fields) for word, fields in _TABLES["aliases"].items()}
 HINTS: dict[str, str] = _TABLES["hints"]  # what to type for an argument that means something else here, or nothing
 

@@ -44,6 +44,7 @@ from toolkit.files.documents import (
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.job_files import script_of
 from toolkit.lint.named_files import (
+    LINT_TABLES,
     MAX_PATH_LENGTH,
     asks_from,
     declares,
@@ -51,7 +52,6 @@ from toolkit.lint.named_files import (
     has_own_copy,
     imported_source,
     installing,
-    lint_tables,
     names_program,
     occurs,
     pinned_below,
@@ -626,9 +626,8 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
 # -- who reads Trainer arguments
 
 OUR_PROGRAMS = ("transformers", "trl", TOOLKIT)  # whose installed or pinned versions the rules know
-TRAINER_EVIDENCE = set(
-    lint_tables()["trainer_evidence"]
-)  # what hardly any script has that does not read TrainingArguments
+# What hardly any script has that does not read TrainingArguments.
+TRAINER_EVIDENCE = set(LINT_TABLES["trainer_evidence"])
 
 
 # -- the kind of a file
@@ -640,11 +639,11 @@ FOREIGN_KEYS = {"base_model", "snr_results"}
 # Keys of what a run, or a model, has left: nobody reads these files as arguments.
 RECORD_KEYS = {"_wandb", "wandb_version", "log_history", "architectures"}
 MOST_ARGUMENTS = 60  # that somebody writes; transformers and ms-swift record all of them
-PROGRAM_NAMES: dict[str, Sequence[str]] = lint_tables()["program_names"]
+PROGRAM_NAMES: dict[str, Sequence[str]] = LINT_TABLES["program_names"]
 AXOLOTL_ROWS = {"datasets", "pretraining_dataset", "test_datasets"}  # a file with `data_path` instead is a script's
 PROGRAM_KINDS = {"axolotl": AXOLOTL, **dict.fromkeys(("trl", *FOREIGN), TRAINER)}
 # Keys that several libraries have, which decide nothing unless their value has the shape of one library's.
-SHARED_KEYS = set(lint_tables()["shared_keys"])
+SHARED_KEYS = set(LINT_TABLES["shared_keys"])
 # Keys that a SkyPilot task has beside `run`.
 SKYPILOT_KEYS = {"num_nodes", "resources", "file_mounts"}
 # Keys that only one library has, each enough to decide: the first library of these.

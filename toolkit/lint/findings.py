@@ -7,16 +7,16 @@ from typing import Any
 
 from toolkit.convert.programs import program_schemas
 from toolkit.lint.document import Document
-from toolkit.lint.named_files import lint_tables
+from toolkit.lint.named_files import LINT_TABLES
 
 LEVELS = ERROR, WARNING, NOTE = "error", "warning", "note"
 
 # The versions that the rules were checked with; a finding names its library's.
 CHECKED_VERSIONS = {
-    **lint_tables()["checked_versions"],
+    **LINT_TABLES["checked_versions"],
     **{schema.distribution: schema.version for schema in program_schemas().values()},
 }
-OLDEST_VERSIONS, RECENT_VERSIONS = lint_tables()["oldest_versions"], lint_tables()["recent_versions"]
+OLDEST_VERSIONS, RECENT_VERSIONS = LINT_TABLES["oldest_versions"], LINT_TABLES["recent_versions"]
 
 
 @dataclass(frozen=True, slots=True)

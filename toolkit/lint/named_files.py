@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.convert.programs import A_SCRIPT
+from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
 from toolkit.presets.removed_keys import IMPORTS_REMOVED
 from toolkit.versions import version_numbers
@@ -33,14 +32,9 @@ _TRAINER = re.compile(
 )
 
 
-@functools.cache
-def lint_tables() -> Mapping[str, Any]:
-    """Return names and versions that the rules know, as `tables.yaml` lists them."""
-    return dict(yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8")))
-
-
-_REQUIREMENTS, _INSTRUCTIONS = lint_tables()["requirements"], lint_tables()["instructions"]
-_NEEDS, _OWN_COPIES = lint_tables()["needs"], lint_tables()["own_copies"]
+LINT_TABLES: Mapping[str, Any] = read_table(__file__, "tables")  # names and versions that the rules know
+_REQUIREMENTS, _INSTRUCTIONS = LINT_TABLES["requirements"], LINT_TABLES["instructions"]
+_NEEDS, _OWN_COPIES = LINT_TABLES["needs"], LINT_TABLES["own_copies"]
 # A script that serves a model, and trains none, installs what the server needs.
 _SERVES = re.compile(
     r"^(?!\s*#).*\b(?:vllm serve|vllm\.entrypoints|sglang\.launch_server|lmdeploy serve)\b", re.MULTILINE

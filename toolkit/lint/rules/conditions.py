@@ -5,11 +5,9 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from toolkit.files.documents import read_table
 from toolkit.lint.document import AXOLOTL, DEEPSPEED, TRAINER_EVIDENCE, Document
 from toolkit.lint.findings import NOTE, LintRule, Match, rule
 from toolkit.lint.rules import programs, settings
@@ -162,8 +160,7 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
 
 
 def _rules() -> Iterator[LintRule]:
-    tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    for name, table in tables.items():
+    for name, table in read_table(__file__).items():
         yield rule(
             table["level"],
             *table["kinds"].split(),

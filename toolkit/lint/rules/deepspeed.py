@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from toolkit.convert.job_script import launcher_tables
 from toolkit.errors import ToolkitError, nearest
+from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
 from toolkit.lint.document import (
@@ -40,7 +39,7 @@ from toolkit.lint.rules.settings import (
 )
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
 
-_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__)
 OWNED_BY_TRAINER, DEFAULTS, SAME_AS = _TABLE["owned_by_trainer"], _TABLE["defaults"], _TABLE["same_as"]
 OWNED_BY_JSON, NUMBERS_OF_TRAINER = _TABLE["owned_by_json"], _TABLE["numbers_of_trainer"]
 STEPS = "scheduler.params.total_num_steps"

@@ -14,7 +14,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names, trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import lint_tables, occurs, parses_own
+from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
 from toolkit.lint.rules.programs import glued_number, is_read_by_project, is_trls_own, schema_of
 from toolkit.lint.rules.settings import (
     OMEGACONF,
@@ -55,7 +55,7 @@ MORE_DEEPSPEED_KEYS = {"bfloat16", "sequence_parallel_size", "inference", "msamp
 TRAINER_SIMILARITY = 0.88
 SIMILARITY = 0.75
 # Arguments with a closed set of words; every version has the first three, and every program those of schedules.
-CLOSED_ARGUMENTS: tuple[str, ...] = (*lint_tables()["closed_arguments"],)
+CLOSED_ARGUMENTS: tuple[str, ...] = (*LINT_TABLES["closed_arguments"],)
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 READ_AT_ONCE = ("stage", "finetuning_type", "mix_strategy", "pref_loss", "flash_attn")  # of LLaMA-Factory's words
 MISSPELT_WORD = 0.8  # alike above which a word of a trainer is a misspelling, and below which one of another version
@@ -76,7 +76,7 @@ IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, whi
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"), ("num_processes", -1))  # by a command's option
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
-READ_SINCE: Mapping[str, str] = lint_tables()["read_since"]
+READ_SINCE: Mapping[str, str] = LINT_TABLES["read_since"]
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
