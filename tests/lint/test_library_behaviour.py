@@ -730,7 +730,7 @@ def test_trl_and_peft_raise_for_other_words() -> None:
     from peft import TaskType
     from trl import pack_dataset
 
-    tables = launcher_tables()["words"]
+    tables = launcher_tables()["words_of_programs"]
     words = [f'"{word}"' for table in ("trl", "grpo") for each in tables[table].values() for word in each["words"]]
     folder = Path(str(importlib.util.find_spec("trl").origin)).parent  # type: ignore[union-attr]
     source = "".join(each.read_text() for each in folder.rglob("*.py"))

@@ -278,9 +278,8 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         word, _, is_open = words[index]
         name, equals, value = word.lstrip("-").replace("_", "-").partition("=")
         name = launcher_tables()["short"].get(tool, {}).get(name, name)
-        own = (
-            f"{name}-" if tool == "deepspeed" and "-" in word.lstrip("-").partition("=")[0] else name
-        )  # which it lacks
+        has_dash = "-" in word.lstrip("-").partition("=")[0]
+        own = f"{name}-" if tool == "deepspeed" and has_dash else name  # DeepSpeed's options have underscores alone
         if not word.startswith("-"):
             if not (is_open and _MANY_WORDS.search(word)):
                 break

@@ -122,8 +122,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
         highest[_PLACE(finding)] = min(finding.level, highest.get(_PLACE(finding), NOTE), key=LEVELS.index)
     found = [finding for finding in found if finding.level == highest[_PLACE(finding)]]
     files = list(dict.fromkeys([*(each.path for each in documents.values()), *(each.file for each in found)]))
-    found.sort(key=lambda each: LEVELS.index(each.level), reverse=True)
-    unique = {(each.file, each.line, each.key, each.rule, each.message): each for each in found}  # of several commands
+    unique = {(*_PLACE(each), each.message): each for each in found}
     findings = sorted(unique.values(), key=lambda each: (files.index(each.file), each.line or 0, each.rule))
     not_checked = [*skipped, *(line for document in documents.values() for line in _not_checked(document))]
     return LintResult(findings=findings, files=files, unreadable=unreadable, not_checked=not_checked)

@@ -400,11 +400,10 @@ def unknown_word(doc: Document) -> Iterator[Match]:
     yield from (replace(each, level=each.level or level) for each in _other_words(doc))
     yield from _words_of_program(doc) if doc.kind in (TRAINER, AXOLOTL) else ()
     for call in doc.script.launches:
-        tool = call.tool if call.tool != DEEPSPEED else "deepspeed-launcher"
-        for option, table in launcher_tables()["words"].get(tool, {}).items() if tool != ACCELERATE else ():
-            if (value := call.options.get(option)) not in (None, *table["words"]):
-                for found in _not_a_word(f"--{option}", value, table["words"], "it raises"):
-                    yield replace(found, line=call.line, library="torch" if tool == "torchrun" else DEEPSPEED)
+        for option, words in launcher_tables()["words_of_launchers"].get(call.tool, {}).items():
+            if (value := call.options.get(option)) not in (None, *words):
+                for found in _not_a_word(f"--{option}", value, words, "it raises"):
+                    yield replace(found, line=call.line, library="torch" if call.tool == "torchrun" else DEEPSPEED)
 
 
 @rule(ERROR, TRAINER, AXOLOTL, library="axolotl", fix="a number", for_every_program=True)
@@ -427,16 +426,18 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     LLaMA-Factory's parser takes any word from a file: what is read at once raises. A trainer's words may be those of
     another version, unless one is misspelt.
     """
-    program, library = AXOLOTL if doc.kind == AXOLOTL else doc.program, "trl"
+    program = AXOLOTL if doc.kind == AXOLOTL else doc.program
     schema = program_schemas().get(program or "")
-    tables: dict[str, Any] = {key: {"words": words} for key, words in (schema.words if schema else {}).items()}
-    if program == AXOLOTL or program in OUR_PROGRAMS or program is None:
+    by_hand: dict[str, Any] = {}
+    if program == AXOLOTL:
+        by_hand = launcher_tables()["words_of_programs"][AXOLOTL]
+    elif program in (*OUR_PROGRAMS, None) and is_trl(doc):
         command = (doc.start.script or "").removeprefix("trl ") if doc.start else ""
         of_trl = command if command in ("sft", "kto") else "grpo" if is_grpo(doc) else "trl"
-        program = program if program == AXOLOTL else of_trl
-        tables |= launcher_tables()["words"][program] if program == AXOLOTL or is_trl(doc) else {}
+        by_hand = launcher_tables()["words_of_programs"][of_trl]
     library = "trl" if schema is None else schema.distribution
-    for key, table in tables.items():
+    of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
+    for key, table in (of_schema | by_hand).items():
         block, _, name = key.rpartition(".")
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, needs = doc.get(place), table.get("needs")
@@ -448,7 +449,7 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         if occurs(re.compile(rf"[\"']{re.escape(str(value))}[\"']"), doc.reader_source):
             continue  # the project has the word
         is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
-        is_old = "fold" in table and not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
+        is_old = key in by_hand and not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
         effect = "it raises where it is read" if is_kept else "it raises"
         for found in _not_a_word(place, value, [each for each in words if each[:1] != "*"], effect):
             yield replace(found, level=WARNING if is_kept or is_old else None, library=library)
