@@ -519,6 +519,8 @@ def _parse_yaml(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
 
 def _parse_json(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
     data = parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    if not isinstance(data, dict) or not (detect_kind(data) or data.keys() & FSDP_SECTION):
+        return data, []  # results and data, of which folders are full: nothing in them is pointed to
     try:
         return data, list(_json_positions(text))
     except RecursionError:  # in a value that a repeated key replaces, which is not among those that were checked
