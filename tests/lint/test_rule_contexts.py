@@ -146,6 +146,11 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "torchrun \\${RUN_ARGS} x.py"\n'}),
         ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
+        ("head-is-localhost", {"a.sh": "if $ONE; then\n  A=localhost\n  N=1\nelse\n  N=2\nfi\n"
+                               "torchrun --nnodes $N --node_rank $R --master_addr $A x.py\n"}),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
+        ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
+                                  "setup.sh": "mkdir -p logs\n"}),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\n"
                               f"srun torchrun --nproc_per_node 1 --nnodes 8 {C10D} x.py\n"}),
         ("no-head", {"a.sh": "accelerate launch --use_deepspeed --num_machines 2 x.py\n"}),

@@ -226,9 +226,18 @@ def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: P
     assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
 
 
-def test_an_optimizer_among_settings_of_a_script_is_not_deepspeeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algo: x\ntask: y\nsave_dir: z\noptimizer: {type: AdamW, params: {}}\nlog_level: info\n",
+        # of GPT-NeoX, which reads DeepSpeed's blocks among its own
+        "num_layers: 2\nhidden_size: 8\nnum_attention_heads: 2\nnorm: rms\npos_emb: rotary\ndata_impl: mmap\n"
+        "train_iters: 9\nlr_decay_iters: 9\nseq_length: 64\nzero_optimization: {stage: 1}\n",
+    ],
+)
+def test_an_optimizer_or_a_stage_among_settings_of_a_script_is_not_deepspeeds(text: str, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="is neither"):
-        lint(tmp_path, a__yaml="algo: x\ntask: y\nsave_dir: z\noptimizer: {type: AdamW, params: {}}\nlog_level: info\n")
+        lint(tmp_path, a__yaml=text)
 
 
 def test_a_script_with_a_template_is_not_of_a_program(tmp_path: Path) -> None:

@@ -658,6 +658,7 @@ KNOWN_KEYS: dict[str, Set[str]] = {
     ACCELERATE: ACCELERATE_BLOCKS[""].keys(),
     DEEPSPEED: DEEPSPEED_BLOCKS[""].keys() | set(DEEPSPEED_REMOVED),
 }
+MOST_STRAY = 8  # keys that are not DeepSpeed's in a file of its own
 MOST_UNKNOWN = 2  # keys of a file that its library does not have, above which a script may read it itself
 
 
@@ -677,9 +678,11 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     block, others = data.get("deepspeed_config"), {*DECISIVE_KEYS[ACCELERATE], "num_processes"} - {"deepspeed_config"}
     if isinstance(block, dict) and "zero_optimization" in block and not keys & others:
         return None  # a script's own, with DeepSpeed's configuration in it
+    # Programs with more settings than DeepSpeed's beside them (GPT-NeoX, Megatron) have their own defaults and readers.
+    has_more = len(keys - KNOWN_KEYS[DEEPSPEED]) > max(MOST_STRAY, len(keys) / 2)
     for kind, decisive in DECISIVE_KEYS.items():
         if keys & decisive and not keys & FOREIGN_KEYS:
-            return kind
+            return None if kind == DEEPSPEED and has_more else kind
     if len(keys) > 2 and keys <= DEEPSPEED_BLOCKS[""].keys() and _kind_by_value(data) == DEEPSPEED:
         return DEEPSPEED
     if all(key.startswith("fsdp_") for key in keys):  # what `fsdp_config` of Trainer arguments names

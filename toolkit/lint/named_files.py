@@ -77,7 +77,7 @@ def source_of(script: str, path: str) -> tuple[str, str]:
     in_project = (each for tail in tails for each in files if str(each).endswith(f"/{tail}"))
     file = find_named(name, path) or next(in_project, None) if script else None
     beside = sorted(file.parent.glob("*.py")) if file else []
-    return _texts([file] if file else []), _texts([each for each in beside if each != file])
+    return texts_of([file] if file else []), texts_of([each for each in beside if each != file])
 
 
 def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
@@ -87,10 +87,10 @@ def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     files = [*filter(None, [named]), *(each for each in project_files(folder) if each.name == Path(name).name)]
     found = []
     for file in dict.fromkeys(each.resolve() for each in files):
-        text = _texts([file])
+        text = texts_of([file])
         stems = re.findall(r"^\s*(?:from|import)\s+[\w.]*?(\w+)\b(?![.\w])", text, re.MULTILINE)
         beside = [each for each in sorted(file.parent.glob("*.py")) if each.stem in stems]
-        found.append((text, f"{imported_source(text, folder)}\n{_texts(beside)}"))
+        found.append((text, f"{imported_source(text, folder)}\n{texts_of(beside)}"))
     return found
 
 
@@ -131,13 +131,15 @@ def _around(folder: Path) -> list[Path]:
 def _requirements(folder: Path) -> tuple[str, str, str]:
     """Return what a folder's requirements.txt asks for, what its other files do, and what those of its parts do."""
     files, first = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS), folder / "requirements.txt"
-    written = {each: _texts([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS)}
+    written = {
+        each: texts_of([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS)
+    }
     told = [each for each, text in written.items() if not _SERVES.search(text) or _TRAINS.search(text)]
     near = {folder, folder / "requirements"}
 
     def text_of(which: Callable[[Path], bool]) -> str:
-        text = _texts([*filter(which, files)], max_bytes=MAX_REQUIREMENTS_BYTES)
-        instructions = _texts([*filter(which, told)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        text = texts_of([*filter(which, files)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        instructions = texts_of([*filter(which, told)], max_bytes=MAX_REQUIREMENTS_BYTES)
         return re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE) + "\n" + installing(instructions)
 
     others = text_of(lambda file: file != first and file.parent in near)
@@ -294,7 +296,7 @@ def project_source(folder: Path, *parts: str) -> str:
 @functools.lru_cache(maxsize=32)
 def _source_of(files: tuple[Path, ...]) -> str:
     """The text of files: one object for all folders of a project, whose searches `occurs` remembers."""
-    return _texts(files)
+    return texts_of(files)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -309,7 +311,7 @@ def has_own_loop(folder: Path) -> bool:
     places = (folder, *folder.parents)[:MAX_LEVELS]
     files = project_files(places[0])
     for place in places if files else ():
-        source = _texts([each for each in files if place in each.parents])
+        source = texts_of([each for each in files if place in each.parents])
         # The words first: a pattern takes seconds in the sources of many projects.
         if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
             return False
@@ -330,7 +332,7 @@ def names_program(folder: Path, *names: str) -> bool:
     """Return True where a file of a project, or one in the folders around it, has one of a program's names."""
     for place in _project(folder):
         files = list(dict.fromkeys(_project_files(place, JUDGED_BY)))  # a README fits two of the patterns
-        if any(name in text for name in names for text in (place.name, _texts(files))):
+        if any(name in text for name in names for text in (place.name, texts_of(files))):
             return True
     return any(name in project_source(folder) for name in names)
 
@@ -339,10 +341,11 @@ def imported_source(source: str, folder: Path) -> str:
     """Return the text of the modules of a project that a script imports, and that may have its dataclasses."""
     modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", source, re.MULTILINE)
     names = tuple(f"/{module.replace('.', '/')}.py" for module in set(modules))
-    return _texts([each for each in project_files(folder) if str(each).endswith(names)])
+    return texts_of([each for each in project_files(folder) if str(each).endswith(names)])
 
 
-def _texts(files: Sequence[Path], *, max_bytes: int = MAX_SOURCE_BYTES) -> str:
+def texts_of(files: Sequence[Path], *, max_bytes: int = MAX_SOURCE_BYTES) -> str:
+    """Return the text of files, each up to a size; of one that cannot be read, nothing."""
     texts = []
     for file in files[:MAX_SOURCES]:
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ from pathlib import Path
 from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.named_files import texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -76,6 +77,9 @@ def master(call: LauncherCall) -> str | None:
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
     """Where the head's address is local or unknown, each node waits or trains alone."""
+    of_branch = doc.script.mentions(rf"^[ \t]+(?:export[ \t]+)?\w+=[\"']?(?:{LOCAL})\b") and doc.script.mentions(
+        "^el|;;"
+    )
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
@@ -86,7 +90,7 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
         address = re.sub(r":[\w$]*$", "", call.options.get(name) or "")
         ranks = [each.options.get(option) for each in several(doc) for option in ("node-rank", "machine-rank")]
         is_head = "0" in ranks  # its own, or that of another one that this node starts
-        if THIS_NODE.fullmatch(quote * address.startswith("$") + address) and not is_head:
+        if THIS_NODE.fullmatch(quote * address.startswith("$") + address) and not (is_head or of_branch):
             yield Match(f"--{name}", "each node meets itself", "the first node's address", line=call.line)
     for found, line in doc.script.find(pattern) if spans_nodes(doc) else ():
         fix = '`mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")`, and the first of them'
@@ -258,7 +262,9 @@ TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 # Not what asks a node for its address: `$(srun ... hostname)`.
 STARTERS = r"(?<!\$\()(?<!`)\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
 PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
-OTHER_STARTERS = r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b"
+OTHER_STARTERS = (
+    r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b|HOSTFILE="
+)
 TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
 SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
 GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
@@ -341,8 +347,10 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
     for name, (value, line) in doc.script.directives.items():
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
-        made = folder and doc.script.mentions(rf"\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)")
-        if made and "%" not in folder and not any((each / folder).is_dir() for each in places):
+        makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
+        made = folder and doc.script.mentions(makes) and not any((each / folder).is_dir() for each in places)
+        others = [each for each in doc.folder.glob("*.sh") if each.name != Path(doc.path).name]
+        if made and "%" not in folder and not re.search(makes, texts_of(others)):  # run before
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
             yield Match(
