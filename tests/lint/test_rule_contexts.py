@@ -148,6 +148,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
         ("head-is-localhost", {"a.sh": "if $ONE; then\n  A=localhost\n  N=1\nelse\n  N=2\nfi\n"
                                "torchrun --nnodes $N --node_rank $R --master_addr $A x.py\n"}),
+        ("refused-value", {"a.sh": "PORT=YOUR_PORT\ntorchrun --nproc_per_node 2 --master_port $PORT x.py\n"}),
+        ("refused-nested-key", {"a.json": zero(activation_checkpointing={"_comment": "of a loop"})}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
                                   "setup.sh": "mkdir -p logs\n"}),

@@ -528,6 +528,8 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
             others = (*removed.ZERO_DEPRECATED, *removed.ZERO_REMOVED)  # of other rules
             if name not in (*known, *others) and f"stage3_{name}" not in known:
                 is_loose, where = block in LOOSE_BLOCKS, f"in {block.rpartition('.')[2]}"
+                if is_loose and name.startswith(COMMENT_PREFIXES):
+                    continue
                 effect = "has no effect: DeepSpeed ignores it silently" if is_loose else "is refused by DeepSpeed"
                 found = _unknown(doc, block, name, known, f"{where} {effect}")
                 yield replace(found, since=READ_SINCE.get(block))

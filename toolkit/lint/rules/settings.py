@@ -19,7 +19,8 @@ from toolkit.lint.named_files import find_named, has_own_loop, imported_source, 
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
-WORDS = ("dummy", "???", "...")  # that stand for a value
+# Words that stand for a value: `YOUR_PORT`, `xxx`.
+STAND_IN = re.compile(r"dummy|\?{3}|\.{3}|your[_-].*|x{3,}|todo|fixme|change_?me|placeholder", re.IGNORECASE)
 PLAIN = {"num-processes", "mixed-precision", "main-process-port", "m", "module"}  # options that choose no engine
 FALSE_WORDS = {"false", "no", "n", "f", "off", "0"}
 
@@ -58,7 +59,7 @@ def is_template(value: Any) -> bool:
     that stands for it."""
     if not isinstance(value, str):
         return False
-    return "$" in value or "{{" in value or value.startswith(("<", "__")) or value in WORDS
+    return "$" in value or "{{" in value or value.startswith(("<", "__")) or bool(STAND_IN.fullmatch(value))
 
 
 def shorten(value: Any) -> str:

@@ -12,7 +12,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
-from toolkit.lint.rules.settings import as_enum, as_int, shorten
+from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused
 
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
@@ -107,7 +107,7 @@ def refused_value(doc: Document) -> Iterator[Match]:
         value, line = script.directives.get(name, ("", 0))
         said.append((f"--{name}", value.strip("\"'"), each, line))
     for name, value, each, line in said:
-        if value and not re.search(r"[$<{`%]", value) and not re.fullmatch(each["form"], value):
+        if value and not (is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)):
             library = each.get("library", "torch")
             message, level = f"{shorten(value)} {each['effect']}", each.get("level")
             yield Match(name, message, each["fix"], line=line, library=library, level=level)
