@@ -150,6 +150,7 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                "torchrun --nnodes $N --node_rank $R --master_addr $A x.py\n"}),
         ("refused-value", {"a.sh": "PORT=YOUR_PORT\ntorchrun --nproc_per_node 2 --master_port $PORT x.py\n"}),
         ("refused-nested-key", {"a.json": zero(activation_checkpointing={"_comment": "of a loop"})}),
+        ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
                                   "setup.sh": "mkdir -p logs\n"}),
@@ -210,6 +211,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
          "the first node alone"),
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
+        ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+                                "  zero_stage: 2\n  train_batch_size: auto\n"}, "no effect"),
         ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),
         ("not-auto", {"a.sh": "torchrun x.py --deepspeed a.json --bf16 --do_train\n",
                       "a.json": zero(gradient_clipping=0.1),

@@ -193,15 +193,17 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
     for block in {**ACCELERATE_BLOCKS, **PREFIXES}:
         prefix = PREFIXES.get(block, "")
         known: Collection[str] = ACCELERATE_BLOCKS.get(block) or {each for each in options if each.startswith(prefix)}
-        for name in doc.block(block):
+        for name, value in doc.block(block).items():
             full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
+            is_default = value in ("auto", False) and any(name in keys for keys in DEEPSPEED_BLOCKS.values())
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
                 is_open = since is not None and doc.may_be_older("accelerate", since)
                 if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
                     found = replace(found, fix="remove it", rename=None, remove=True)
-                yield replace(found, since=since, level=WARNING if is_open else found.level)
+                level = NOTE if is_default else WARNING if is_open else found.level
+                yield replace(found, since=since, level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")

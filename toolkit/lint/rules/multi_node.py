@@ -402,7 +402,12 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
 def no_such_port(doc: Document) -> Iterator[Match]:
     """Ports end at 65535: the launcher raises (`OverflowError`, or torch's message about the rendezvous endpoint)."""
     named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
-    named += [(f"--{name}", call.options.get(name), call.line) for call in doc.script.launches for name in PORT_OPTIONS]
+    named += [
+        (f"--{name}", call.options.get(name), call.line)
+        for call in doc.script.launches
+        for name in PORT_OPTIONS
+        if name != "master-port" or (is_static(call) and "standalone" not in call.options)
+    ]
     for key, value, line in named:
         if (as_int(str(value).rpartition(":")[2]) or 0) > 65535:
             yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
