@@ -397,6 +397,8 @@ FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\nstreaming
          [("refused-by-trl", "x.yaml", 4)]),
         ("trl sft --config {}", "model_name_or_path: a\ndataset_name: b\nuse_peft: true\nlora_target_modules: q,v\n",
          [("refused-by-peft", "x.yaml", 4)]),
+        ("llamafactory-cli train {}", "model_name_or_path: a\nstage: sft\ntemplate: qwen3\nlora_target: all-linear\n",
+         [("refused-by-peft", "x.yaml", 4)]),
         ("llamafactory-cli train {}", FACTORY, [("refused-by-llama-factory", "x.yaml", 4)]),
         ("llamafactory-cli train {} max_steps=5", FACTORY, []),
         ("llamafactory-cli train {} max_steps=5 val_size=0.1", FACTORY, [("refused-by-llama-factory", "run.sh", 1)]),

@@ -60,6 +60,7 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
         ("removed-training-argument", f"{TRAINER}use_ipex: true\n", "transformers==4.56.2", "4.57.0"),
         ("removed-training-argument", f"{TRAINER}sharded_ddp: simple\n", "transformers==4.34.0", "4.35.0"),
         ("unknown-trl-setting", f"{TRL}max_seq_length: 512\n", "trl==0.19.1", "0.20.0"),
+        ("unknown-trl-setting", f"{TRL}vf_coef: 0.1\n", "trl==0.29.0", "1.16.0"),
         ("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", "trl==0.28.0", "0.29.0"),
         ("padding-free-refused", f"{TRL}packing: false\npadding_free: true\n", "trl==0.29.0", "1.0.0"),
         ("refused-by-trl", f"{TRL}num_generations: 8\nauto_find_batch_size: true\n", "trl==1.8.0", "1.9.0"),
@@ -150,6 +151,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                "torchrun --nnodes $N --node_rank $R --master_addr $A x.py\n"}),
         ("refused-value", {"a.sh": "PORT=YOUR_PORT\ntorchrun --nproc_per_node 2 --master_port $PORT x.py\n"}),
         ("refused-nested-key", {"a.json": zero(activation_checkpointing={"_comment": "of a loop"})}),
+        ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
+                                  "README.md": "First `mkdir -p logs out`.\n"}),
         ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
@@ -211,6 +214,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
          "the first node alone"),
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
+        ("unknown-word", {"a.sh": "llamafactory-cli train --stage dpo --template qwen3 --pref_loss nca_pair "
+                          "--sequence_parallel_size 8\n"}, "nca_pair"),
         ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
                                 "  zero_stage: 2\n  train_batch_size: auto\n"}, "no effect"),
         ("deepspeed-file-missing", {"a.sh": "accelerate launch --config_file no/a.yaml x.py\n"}, "no/a.yaml"),

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -179,13 +179,14 @@ def _transformers(folder: Path, program: str) -> list[Path]:
     return [_wheel(folder, f"transformers-{version}") for version in TRANSFORMERS[program]]
 
 
+def _trl(folder: Path, version: str) -> Source:
+    only = r"_config\.py$|trl/scripts/(utils|grpo|rloo)\.py$|training_args\.py$|trl/.*/utils\.py$"
+    return Source(_wheel(folder, f"trl-{version}"), *_transformers(folder, "trl"), only=only)
+
+
 def trl_fields(folder: Path, version: str) -> dict[str, set[str]]:
     """Return the settings of each command of a version of TRL."""
-    source = Source(
-        _wheel(folder, f"trl-{version}"),
-        *_transformers(folder, "trl"),
-        only=r"_config\.py$|trl/scripts/(utils|grpo|rloo)\.py$|training_args\.py$|trl/.*/utils\.py$",
-    )
+    source = _trl(folder, version)
     shared = source.fields("ScriptArguments", "ModelConfig", "DatasetMixtureConfig")
     return {
         command: source.fields(config, f"{command.upper()}ScriptArguments") | shared
@@ -275,11 +276,22 @@ def numbers(folder: Path, program: str) -> dict[str, str]:
 
 
 def former_fields(folder: Path, program: str) -> dict[str, str]:
-    """Return the settings that a program no longer has, and the first version of those read that is without each."""
+    """Return the settings that a program no longer has, and the first version of those read that is without each.
+
+    Of TRL, where classes without a command had one longer (PPO's), and no longer have it, the first without it there.
+    """
     versions = (*FORMER[program], VERSIONS[program])
-    fields = [fields_of(folder, program, version) for version in versions]
-    gone = zip(versions[1:], itertools.pairwise(fields), strict=True)
-    return {name: version for version, (old, new) in gone for name in old - new if name not in fields[-1]}
+    gone = _gone(versions, [fields_of(folder, program, version) for version in versions])
+    if program != "trl":
+        return gone
+    sources = [_trl(folder, version) for version in versions]
+    anywhere = [source.fields(*(each for each in source.classes if each.endswith("Config"))) for source in sources]
+    return gone | {name: version for name, version in _gone(versions, anywhere).items() if name in gone}
+
+
+def _gone(versions: Sequence[str], fields: Sequence[set[str]]) -> dict[str, str]:
+    lost = zip(versions[1:], itertools.pairwise(fields), strict=True)
+    return {name: version for version, (old, new) in lost for name in old - new if name not in fields[-1]}
 
 
 def lost_by_command(folder: Path, former: dict[str, str]) -> dict[str, dict[str, str]]:

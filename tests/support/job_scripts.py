@@ -180,6 +180,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("refused-value", f"export NCCL_P2P_DISABLE=true\n{TRAINS}\n", f"export NCCL_P2P_DISABLE=1\n{TRAINS}\n", 1,
      "run.sh"),
     ("refused-value", f"#SBATCH --time=24h\n{TRAINS}\n", f"#SBATCH --time=1-00:00\n{TRAINS}\n", 1, "job.sbatch"),
+    ("shell-slip", "set -e\ndeepspeed: ds.json\ntorchrun x.py\n",
+     "cat > x.yaml <<E\ndeepspeed: ds.json\nE\ntorchrun x.py\n", 2, "job.sh"),
     ("shell-slip", f"#SBATCH -nodes=2\n{TRAINS}\n", f"#SBATCH -N2\n#SBATCH -pgpu-1\n{TRAINS}\n", 1, "job.sbatch"),
     ("shell-slip", f"#SBATCH --mem=64 GB\n{TRAINS}\n", f"#SBATCH --mem=64GB\n{TRAINS}\n", 1, "job.sbatch"),
     ("shell-slip", f"{TRAINS} > a 2&>1\n", f"{TRAINS} > a 2>&1\n# 2&>1\n", 1, "run.sh"),

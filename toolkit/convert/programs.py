@@ -113,6 +113,11 @@ class ProgramSchema:
             ]
         return unknown
 
+    def strange(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the settings that no version read has, nor one with such a name: of a fork, or a script."""
+        named = self.renamed.keys() | self.former.keys()
+        return [key for key in self.unknown(values) if self.replacement(key) is None and key not in named]
+
     def replacement(self, key: str) -> str | None:
         """Return the present name of a setting that the program does not have, or what to write instead."""
         block, _, name = key.rpartition(".")

@@ -438,6 +438,7 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         of_trl = command if command in ("sft", "kto") else "grpo" if is_grpo(doc) else "trl"
         by_hand = launcher_tables()["words_of_programs"][of_trl]
     library = "trl" if schema is None else schema.distribution
+    of_fork = schema is not None and program != "trl" and bool(schema.strange(doc.data))
     of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
     for key, table in (of_schema | by_hand).items():
         block, _, name = key.rpartition(".")
@@ -451,10 +452,13 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         if occurs(re.compile(rf"[\"']{re.escape(str(value))}[\"']"), doc.reader_source):
             continue  # the project has the word
         is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
-        is_old = key in by_hand and not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
+        is_far = not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
+        is_old = key in by_hand and is_far
         effect = "it raises where it is read" if is_kept else "it raises"
         for found in _not_a_word(place, value, [each for each in words if each[:1] != "*"], effect):
-            yield replace(found, level=WARNING if is_kept or is_old else None, library=library)
+            fix = "the version that has it, or one of these" if of_fork and is_far else found.fix
+            level = NOTE if of_fork and is_far else WARNING if is_kept or is_old else None
+            yield replace(found, level=level, fix=fix, library=library)
 
 
 def _other_words(doc: Document) -> Iterator[Match]:

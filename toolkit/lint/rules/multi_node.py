@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import texts_of
+from toolkit.lint.named_files import project_root, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -349,8 +349,9 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
         makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and doc.script.mentions(makes) and not any((each / folder).is_dir() for each in places)
-        others = [each for each in doc.folder.glob("*.sh") if each.name != Path(doc.path).name]
-        if made and "%" not in folder and not re.search(makes, texts_of(others)):  # run before
+        before = [each for each in doc.folder.glob("*.sh") if each.name != Path(doc.path).name]
+        before += (project_root(doc.folder) or doc.folder).glob("README*")
+        if made and "%" not in folder and not re.search(makes, texts_of(before)):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
             yield Match(

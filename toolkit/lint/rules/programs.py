@@ -16,7 +16,8 @@ from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
-MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
+AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4"}  # of what an unknown name stands for
+MOST_STRANGE = 2  # settings without a likeness, above which a project may read a file of axolotl itself
 
 
 @rule(ERROR, AXOLOTL, library="axolotl", fix="a value of that form")
@@ -49,7 +50,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
-    strange = _strange(schema, doc)
+    strange = schema.strange(doc.data)
     # A file with settings that no version of TRL had is read by a script with dataclasses of its own.
     of_own_script = program == "trl" and not is_command
     of_own_script &= any(_is_of_a_script(schema, key) and key not in schema.scripts for key in strange)
@@ -75,14 +76,16 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if is_guess and instead not in trainer_argument_names():
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
-        elif key in strange and program != "trl" and (program != "axolotl" or len(strange) > MOST_STRANGE):
+        elif key in strange and program != "trl":
             message, level = f"{message}; a fork or another version may have it", NOTE if is_read_here else WARNING
             instead = TRAINING_ARGUMENTS_REMOVED.get(key)
-            fix = f"`{instead}`" if instead else "remove it, or the version that has it"
+            is_hint = program == "axolotl" and schema.similar(key)
+            fix = f"`{instead}`" if instead else fix if is_hint else "remove it, or the version that has it"
         level = NOTE if is_manifest else level
         is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
+        is_off |= doc.get(key) == AXOLOTL_DEFAULTS.get(key, ...) or (instead == "num_epochs" and doc.has("max_steps"))
         if program == "axolotl" and is_off:
-            level = NOTE  # dropped, and off or empty anyway
+            level = NOTE  # dropped, and off, empty or what holds anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
         if of_own_script and level is None and not (key in schema.former and _parses_all(doc)):
@@ -122,7 +125,8 @@ def _lost_in(schema: ProgramSchema, doc: Document, key: str) -> str | None:
     classes = re.findall(r"\b([A-Z]+)Config\b", doc.reader_source) if lost else []
     named = {*(each.lower() for each in classes), *(doc.start.script or "" if doc.start else "").split()[1:]}
     methods = lost.keys() & named or lost.keys() & {"grpo" if is_grpo(doc) else ""}
-    methods = methods or (lost.keys() & schema.commands_of(doc.data) if lost else set())
+    likely = schema.commands_of(doc.data) if lost and not (methods or classes) else []
+    methods = methods or (lost.keys() & likely if len(likely) < len(schema.commands) else set())
     return max((lost[each] for each in methods), key=version_numbers, default=schema.former.get(key))
 
 
@@ -145,14 +149,9 @@ def _fix_of(schema: ProgramSchema, key: str, instead: str | None) -> str:
     return f"`{close}` if you mean that, or remove it" if is_longer else f"`{close}`"
 
 
-def _strange(schema: ProgramSchema, doc: Document) -> list[str]:
-    named = schema.renamed.keys() | schema.former.keys()
-    return [key for key in schema.unknown(doc.data) if schema.replacement(key) is None and key not in named]
-
-
 def is_read_by_project(doc: Document, program: str) -> bool:
     """Return True for a file with settings of no version of the program, one of which the project's own code reads."""
-    strange = _strange(program_schema(program), doc) if doc.call is None else []
+    strange = program_schema(program).strange(doc.data) if doc.call is None else []
     return len(strange) > (MOST_STRANGE if program == "axolotl" else 0) and any(map(doc.is_read, strange))
 
 

@@ -2,10 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
+from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
@@ -119,12 +120,21 @@ def shell_slip(doc: Document) -> Iterator[Match]:
     script = doc.script
     spans = (*script.strings, *script.protected)
     for each in launcher_tables()["slips"] if script.calls else ():
-        for found in re.finditer(each["pattern"], script.text):
+        for found in _slips(script, each):
             last = found.lastindex or 0
             is_directive = found[0].startswith("#SBATCH") and doc.kind == SBATCH
             if is_directive or not (script.is_comment(found.start(last)) or _in_spans(found.start(last), spans)):
                 line = script.line_at(found.start(last))
                 yield Match(found[last], each["message"], each["fix"], line=line)
+
+
+def _slips(script: JobScript, slip: Mapping[str, Any]) -> Iterator[re.Match[str]]:
+    """Yield each match of a slip's pattern: in the text, or at the start of each command."""
+    if not slip.get("command"):
+        yield from re.finditer(slip["pattern"], script.text)
+        return
+    pattern = re.compile(slip["pattern"])
+    yield from filter(None, (pattern.match(script.text, *span) for span in script.commands))
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
