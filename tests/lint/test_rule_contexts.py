@@ -214,6 +214,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
          "the first node alone"),
         ("variable-behind-command", {"a.sh": "torchrun x.py HF_HOME=a\n", "x.py": "import hydra\n"}, "argument"),
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
+        ("node-rank-missing", {"a.sh": "export A=localhost\naccelerate launch --num_machines $N --main_process_ip $A "
+                               "x.py\n"}, "rank 0"),
         ("unknown-word", {"a.sh": "llamafactory-cli train --stage dpo --template qwen3 --pref_loss nca_pair "
                           "--sequence_parallel_size 8\n"}, "nca_pair"),
         ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
@@ -319,6 +321,15 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("wrong-argument-type", {"a.sh": "torchrun x.py --seed42 --output_dir o --bf16\n", "x.py": HF}, "`--seed 42`"),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: flash-attention-3\n"}, "`flash_attention_3`"),
         ("lost-line", {"a.sh": "python x.py \\\n  # why\n  --bf16 \\\n  --logging_steps 1\n"}, "no comment"),
+        ("lost-line", {"a.sh": "torchrun x.py \\\n  --seed 1\n  # why\n  --bf16\n"}, "of the line before it"),
+        ("refused-nested-key", {"a.json": zero(zero_optimization={"stage": 1, "cpu_offload_params": True})},
+         "remove it"),
+        ("unknown-word", {"a.yaml": "distributed_type: TPU\nnum_processes: 8\n"}, "`XLA`"),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}datasets_test: []\nval_set_size: 0.1\n"}, "`test_datasets`"),
+        ("unknown-fsdp-config-key", {"a.yaml": f"{TRAINER}fsdp: true\nfsdp_config: {{fsdp_offload_params: false}}\n"},
+         "remove it"),
+        ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+                                "  zero_optimization: {stage: 1}\n"}, "`zero_stage: 1`"),
         ("deepspeed-file-no-json", {"a.yaml": f"{AXOLOTL}deepspeed: acc.yaml\n", "acc.yaml": DEEPSPEED},
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},

@@ -123,7 +123,10 @@ class ProgramSchema:
         block, _, name = key.rpartition(".")
         if key in self.renamed or len(name) > 100:
             return self.renamed.get(key)
-        close = _nearest(name, frozenset(self.blocks.get(block, self.fields)))
+        known = frozenset(self.blocks.get(block, self.fields))
+        if turned := _turned(known).get(frozenset(name.split("_"))) if "_" in name else None:
+            return turned
+        close = _nearest(name, known)
         return close if close and is_alike(name, close) else None
 
     def similar(self, key: str) -> str | None:
@@ -147,6 +150,12 @@ class ProgramSchema:
         is_sure = self.model or len(keys.intersection(self.markers)) > 1 or not keys.isdisjoint(self.decisive)
         most = max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) if is_sure else 0
         return len(keys - self.known) <= most or not keys.isdisjoint(self.others)
+
+
+@functools.lru_cache(maxsize=32)
+def _turned(known: frozenset[str]) -> dict[frozenset[str], str]:
+    """Return each name by its words, which may stand in another order: `datasets_test`."""
+    return {frozenset(name.split("_")): name for name in known if "_" in name}
 
 
 @functools.lru_cache(maxsize=4096)

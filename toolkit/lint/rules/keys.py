@@ -81,6 +81,7 @@ READ_SINCE: Mapping[str, str] = LINT_TABLES["read_since"]
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
 LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
+FORMER_WORDS = {"TPU": "XLA"}  # of `distributed_type` before accelerate 0.26
 NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
 HELD, WORDS_OF = {"str": str, "list": list, "dict": dict}, {"str": "text", "list": "a list", "dict": "keys and values"}
 FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
@@ -113,6 +114,9 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
         fix = meant
     elif free and not is_block and (inner := doc.block(key).get(free[0].rpartition("_")[2])):  # as the JSON has it
         fix = f"`{free[0]}: {shorten(inner)}`"
+    elif block == "deepspeed_config" and name == "zero_optimization" and doc.has(f"{key}.stage"):
+        stage = shorten(doc.get(f"{key}.stage"))
+        fix = f"`zero_stage: {stage}`, and accelerate's names of the others, or a JSON: `deepspeed_config_file`"
     elif not close and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
@@ -518,6 +522,7 @@ def _not_a_word(key: str, value: Any, words: Sequence[str], otherwise: str) -> I
         close = nearest(str(value)[:100].upper(), in_capitals, cutoff=0.2 if has_all else 0.6)
         is_off = str(value).upper() in ("NONE", "NULL", "OFF", "FALSE")
         close = next((word for word in words if (word.upper()[:2] == "NO" if is_off else word.upper() == close)), None)
+        close = FORMER_WORDS.get(str(value), close)
         close = '"no"' if close == "no" else close  # YAML takes it for false without
         listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
         message = f"{shorten(value)} is not one of {listed}: {otherwise}"
@@ -538,7 +543,8 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
                     continue
                 effect = "has no effect: DeepSpeed ignores it silently" if is_loose else "is refused by DeepSpeed"
                 found = _unknown(doc, block, name, known, f"{where} {effect}")
-                yield replace(found, since=READ_SINCE.get(block))
+                below = name == "cpu_offload_params" and (stage_of(doc) or 0) < 3  # where parameters stay on the GPUs
+                yield replace(found, since=READ_SINCE.get(block), fix="remove it" if below else found.fix)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
@@ -666,7 +672,9 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     """The Trainer silently drops an unknown key of `fsdp_config`: the default applies."""
     for name in doc.block("fsdp_config"):
         if name.removeprefix("fsdp_") not in removed.TRAINER_FSDP_KEYS:
-            yield _unknown(doc, "fsdp_config", name, removed.TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
+            found = _unknown(doc, "fsdp_config", name, removed.TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
+            holds = str(doc.get(f"fsdp_config.{name}")).upper() in ("FALSE", "NONE", "FULL_SHARD")  # as it is anyway
+            yield replace(found, level=NOTE, fix="remove it") if holds and found.rename is None else found
 
 
 @rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")

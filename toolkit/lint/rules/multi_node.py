@@ -150,7 +150,12 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
             message = f"ranks are below {nodes}" if is_too_high else f"every node has rank {rank or 0}"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             message += "" if is_too_high or rank or doc.kind == SBATCH else ", unless the environment has PET_NODE_RANK"
-            yield Match(f"--{names[call.tool].replace('machine-', 'machine_')}", message, fix, line=call.line)
+            here = (
+                THIS_NODE.fullmatch(call.options.get(master(call) or "") or "") and nodes is None and doc.kind != SBATCH
+            )
+            level = NOTE if here else None  # of one node, perhaps
+            name = names[call.tool].replace("machine-", "machine_")
+            yield Match(f"--{name}", message, fix, line=call.line, level=level)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="--machine_rank, expanded on each node")

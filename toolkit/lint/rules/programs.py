@@ -108,7 +108,7 @@ def glued_number(doc: Document, name: str) -> str | None:
 
 def _parses_all(doc: Document) -> bool:
     """Return True for a command whose script gives a class of TRL to a parser that refuses what its classes lack."""
-    source = source_of(doc.call.script or "", doc.path)[0] if doc.call else ""
+    source = source_of(doc.call.script or "", doc.path)[0] if doc.call else doc.reader_source
     has_class = re.search(r"\b(?:HfArgument|Trl)Parser\([^)]*\b[A-Z]+Config\b", source)
     return bool(has_class and re.search(r"\.parse_args_(?:into_dataclasses|and_config)\(\s*\)", source))
 

@@ -59,9 +59,11 @@ def lost_line(doc: Document) -> Iterator[Match]:
             if re.match(r"\w+=", found[1]):
                 message = "what stands in front of it ends there: its variables do not reach the launcher"
             is_windows = script.text[:start].endswith("\\\r\n")
-            is_behind_comment = script.text[:start].rstrip("\n").rpartition("\n")[2].lstrip().startswith("#")
+            code = re.sub(r"(?:[ \t]*#[^\n]*\n)+\Z", "", script.text[:start])  # in front of the comments
             fix = "end the line before with a backslash, and nothing behind it"
-            fix = "no comment between the lines: it ends the command" if is_behind_comment else fix
+            if len(code) < start:
+                fix = "no comment between the lines: it ends the command"
+                fix += "" if code.endswith("\\\n") else "; and a backslash at the end of the line before it"
             if script.text[:start].endswith("\n\n") and not script.text[:start].rstrip().endswith("\\"):
                 fix = "move it into the command that it is for, or remove it"
             if is_windows:
