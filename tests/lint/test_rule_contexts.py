@@ -153,6 +153,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("refused-nested-key", {"a.json": zero(activation_checkpointing={"_comment": "of a loop"})}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
                                   "README.md": "First `mkdir -p logs out`.\n"}),
+        ("max-steps-and-epochs", {"a.yaml": f"{TRAINER}max_steps: 300\nnum_train_epochs: 1000\n"}),
+        ("refused-by-llama-factory", {"a.sh": "llamafactory-cli train $C output_dir=o\n"}),
         ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",

@@ -107,6 +107,7 @@ VALUES = [
     ("refused-value", "TORCH_DISTRIBUTED_DEBUG=1 torchrun", "TORCH_DISTRIBUTED_DEBUG=detail torchrun"),
     ("refused-value", "CUDA_VISIBLE_DEVICES=[0,1] torchrun", "CUDA_VISIBLE_DEVICES=0,1 torchrun"),
     ("shell-slip", "torchrun --master_port=${PORT:29500}", "torchrun --master_port=${PORT:-29500}"),
+    ("shell-slip", 'torchrun --nproc_per_node 2 x.py --deepspeed "~/d.json"', 'torchrun x.py --output_dir "~/o"'),
     ("shell-slip", "torchrun -m", "python -m torch.distributed.run"),
     (
         "shell-slip",

@@ -171,7 +171,8 @@ class Document:
     @property
     def is_complete(self) -> bool:
         """False where a variable, a file, or a script's own default may stand for more arguments of a command."""
-        names_file = self.call is not None and _named_settings(self.call).endswith(SUFFIXES)
+        named = named_settings(self.call) if self.call else ""
+        names_file = named.endswith(SUFFIXES) or named.startswith("$")
         is_all = self.start is None or (self.start.is_complete and not names_file)
         return is_all and not (OWN_DEFAULT.search(self.source) or occurs(SET_BY_SCRIPT, self.reader_source))
 
@@ -368,15 +369,16 @@ def _with_launcher(part: Document, launch_config: Document | None) -> Document:
     return replace(part, launch_config=replace(launch_config, named_by=part))
 
 
-def _named_settings(call: LauncherCall) -> str:
-    """Return the file with a script's settings that a command names: its first word, or behind `--config`."""
+def named_settings(call: LauncherCall) -> str:
+    """Return the file with a script's settings that a command names: its first word, or behind `--config`; the default
+    of a variable."""
     first = call.words[0] if call.words else ""
-    return str(call.arguments.get("config", (first, 0))[0])
+    return re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", str(call.arguments.get("config", (first, 0))[0]))
 
 
 def _named_file(document: Document, call: LauncherCall, written: Sequence[Document | None]) -> Document | None:
     """Return the YAML that a command names, with the words behind it in place of the file's; None without one."""
-    named = _named_settings(call)
+    named = named_settings(call)
     by_name = {Path(each.text.partition("\n")[0]).name: each for each in written if each is not None}
     file = find_named(named, document.path) if named.endswith((".yaml", ".yml")) else None
     settings = by_name.get(Path(named).name)

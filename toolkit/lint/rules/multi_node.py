@@ -354,8 +354,9 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
         makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and doc.script.mentions(makes) and not any((each / folder).is_dir() for each in places)
-        before = [each for each in doc.folder.glob("*.sh") if each.name != Path(doc.path).name]
-        before += (project_root(doc.folder) or doc.folder).glob("README*")
+        near = {doc.folder, project_root(doc.folder) or doc.folder}
+        before = [each for place in near for each in (*place.glob("*.sh"), *place.glob("README*"))]
+        before = [each for each in before if each.name != Path(doc.path).name]
         if made and "%" not in folder and not re.search(makes, texts_of(before)):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there

@@ -10,7 +10,7 @@ from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobS
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
+from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
@@ -299,7 +299,7 @@ def file_not_read(doc: Document) -> Iterator[Match]:
 def option_behind_file(doc: Document) -> Iterator[Match]:
     """Behind a file LLaMA-Factory reads `name=value` alone: to its parser `--name` is a setting that nothing has."""
     for call in doc.script.launches:
-        if call.tool == "llamafactory-cli" and call.words and call.words[0].endswith(SUFFIXES):
+        if call.tool == "llamafactory-cli" and named_settings(call).endswith(SUFFIXES):
             for name, (value, line) in call.arguments.items():
                 shown = "true" if value is None else shorten(value)
                 yield Match(f"--{name}", "refused behind a file", f"`{name}={shown}`", line=line)
