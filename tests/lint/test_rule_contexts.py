@@ -155,6 +155,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                   "README.md": "First `mkdir -p logs out`.\n"}),
         ("max-steps-and-epochs", {"a.yaml": f"{TRAINER}max_steps: 300\nnum_train_epochs: 1000\n"}),
         ("refused-by-llama-factory", {"a.sh": "llamafactory-cli train $C output_dir=o\n"}),
+        ("unknown-word", {"a.yaml": f"{TRL}loss_type: sigmoid\nmax_length: 9\nmax_completion_length: 9\n"}),
+        ("blank-in-assignment", {"a.sh": "torchrun x.py\ngpu = 8 bs 1:\n"}),
         ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
@@ -218,6 +220,7 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
         ("node-rank-missing", {"a.sh": "export A=localhost\naccelerate launch --num_machines $N --main_process_ip $A "
                                "x.py\n"}, "rank 0"),
+        ("starts-one-process", {"single_gpu.yaml": "distributed_type: 'NO'\nnum_processes: 8\n"}, "one process"),
         ("unknown-word", {"a.sh": "llamafactory-cli train --stage dpo --template qwen3 --pref_loss nca_pair "
                           "--sequence_parallel_size 8\n"}, "nca_pair"),
         ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
@@ -323,6 +326,15 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("wrong-argument-type", {"a.sh": "torchrun x.py --seed42 --output_dir o --bf16\n", "x.py": HF}, "`--seed 42`"),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: flash-attention-3\n"}, "`flash_attention_3`"),
         ("lost-line", {"a.sh": "python x.py \\\n  # why\n  --bf16 \\\n  --logging_steps 1\n"}, "no comment"),
+        ("unknown-script-option", {"a.sh": "torchrun x.py --validation_steps 3\n",
+                                   "x.py": "import argparse\np = argparse.ArgumentParser()\n"
+                                   "p.add_argument('--validation_step')\np.parse_args()\n"}, "`--validation_step`"),
+        ("auto-is-kept", {"a.json": zero(gradient_accumulation_steps=2, train_batch_size=4),
+                          "x.py": OWN_LOOP, "setup.py": ""}, "a number"),
+        ("refused-by-grpo", {"a.sh": "python x.py --per_device_train_batch_size 2 --gradient_accumulation_steps 1 "
+                             "--num_generations 4 --model_name_or_path a --output_dir o\n"}, "multiple of 2"),
+        ("unknown-word", {"a.yaml": f"{TRL}loss_type: kto_pair\n"}, "one of these"),
+        ("shell-slip", {"a.sh": "accelerate envexport A=b\naccelerate launch x.py\n"}, "accelerate launch"),
         ("lost-line", {"a.sh": "torchrun x.py \\\n  --seed 1\n  # why\n  --bf16\n"}, "of the line before it"),
         ("refused-nested-key", {"a.json": zero(zero_optimization={"stage": 1, "cpu_offload_params": True})},
          "remove it"),

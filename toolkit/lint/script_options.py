@@ -27,7 +27,7 @@ OPEN = re.compile(
 def is_refused(option: str, source: str, modules: str = "") -> bool:
     """Return True for an option, as it is written, that the one parser of a script does not have; False where other
     code may add to it. `modules` are the project's modules that it imports, which may have its dataclasses."""
-    found = _options(source, modules)
+    found = options_of(source, modules)
     name = option.lstrip("-").partition("=")[0]
     if "" in found:  # which marks dataclasses: transformers' parser has dashes too, and `--no_NAME`
         name = name.replace("-", "_").removeprefix("no_")
@@ -35,7 +35,7 @@ def is_refused(option: str, source: str, modules: str = "") -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _options(source: str, modules: str) -> frozenset[str]:
+def options_of(source: str, modules: str) -> frozenset[str]:
     """Return the names of all options, without dashes in front; none where these are not known."""
     try:
         nodes = [] if OPEN.search(source + modules) else list(ast.walk(ast.parse(source)))

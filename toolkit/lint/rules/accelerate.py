@@ -48,7 +48,8 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
             ", or `num_processes: 1`" if kind == "NO" else ", with `use_cpu: true`"
         )
         unless = "" if kind == "NO" else ", unless mpirun starts the launcher"
-        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process{unless}", fix)
+        level = NOTE if "single" in Path(doc.path).stem else None  # as TRL's single_gpu.yaml means it
+        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process{unless}", fix, level=level)
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')

@@ -22,7 +22,7 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import declares, find_named, imported_source, source_of
+from toolkit.lint.named_files import declares, find_named, imported_source, project_source, source_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -111,6 +111,10 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
             level = None if doc.named_by is not None else WARNING
             level = NOTE if names_word(doc, key.rpartition(".")[2]) else level  # the project may fill it in
             yield Match(key, "nothing fills auto in here: accelerate and the Trainer raise", "remove it", level=level)
+    source = project_source(doc.folder) if is_without_trainer(doc) else ""
+    for key in BATCH_KEYS if "deepspeed.initialize(" in source and "Accelerator(" not in source else ():
+        if doc.get(key) == "auto" and not names_word(doc, key):
+            yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=WARNING)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')

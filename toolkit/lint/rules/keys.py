@@ -460,7 +460,7 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         is_old = key in by_hand and is_far
         effect = "it raises where it is read" if is_kept else "it raises"
         for found in _not_a_word(place, value, [each for each in words if each[:1] != "*"], effect):
-            fix = "the version that has it, or one of these" if of_fork and is_far else found.fix
+            fix = found.fix if not is_far else f"{'the version that has it, or ' * of_fork}one of these"
             level = NOTE if of_fork and is_far else WARNING if is_kept or is_old else None
             yield replace(found, level=level, fix=fix, library=library)
 
@@ -561,7 +561,7 @@ def removed_deepspeed_key(doc: Document) -> Iterator[Match]:
             yield Match(key, f"DeepSpeed removed `{name}` and refuses it", "remove it", remove=True)
 
 
-@rule(WARNING, DEEPSPEED, library="deepspeed", removed_in="0.6.5", fix="the new key")
+@rule(NOTE, DEEPSPEED, library="deepspeed", removed_in="0.6.5", fix="the new key")
 def deprecated_zero_key(doc: Document) -> Iterator[Match]:
     """DeepSpeed still accepts the old spelling, with a warning."""
     for name, instead in removed.ZERO_DEPRECATED.items():
@@ -569,8 +569,8 @@ def deprecated_zero_key(doc: Document) -> Iterator[Match]:
         if doc.has(key):
             rename = instead if instead in DEEPSPEED_BLOCKS["zero_optimization"] else None
             is_off = name.startswith("cpu") and as_bool(doc.get(key)) is False  # and the new block turns it on
-            fix, level = ("remove it" if is_off else f"`{instead}`"), NOTE if is_off or name[:3] != "cpu" else None
-            yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off, level=level)
+            fix = "remove it" if is_off else f"`{instead}`"
+            yield Match(key, f"`{name}` is an old spelling", fix, rename=rename, remove=is_off)
 
 
 @rule(ERROR, TRAINER, library="transformers", removed_in="4.51.0", fix="the new field, or nothing")

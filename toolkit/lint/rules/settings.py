@@ -174,10 +174,26 @@ def is_trl(doc: Document) -> bool:
     return doc.has("model_name_or_path") and doc.program in ("trl", "transformers", None)
 
 
+OF_PAIRS = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "aot",
+    "apo_zero",
+    "apo_down",
+    "sft",
+)
+
+
 def is_grpo(doc: Document) -> bool:
     """Return True for arguments of TRL's GRPOTrainer."""
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
-    keys = doc.data.keys() & {"num_generations", "max_completion_length"}
+    of_both = {"max_completion_length"} if doc.get("loss_type") not in OF_PAIRS else set()  # DPO had it, below TRL 0.25
+    keys = doc.data.keys() & ({"num_generations"} | of_both)
     has_key = not all(parses_own(doc.reader_source, each) for each in keys)  # nor is one of them a script's own
     is_its_command = doc.start is not None and doc.start.script == "trl grpo"
     return is_its_command or (has_key and is_its and "rloo" not in (doc.call.script or "" if doc.call else ""))

@@ -14,16 +14,19 @@ from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerat
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
-from toolkit.lint.script_options import is_refused
+from toolkit.lint.script_options import is_refused, options_of
 
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
-BLANK_ASSIGNED = re.compile(r"\s*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]+=(?:[ \t]+\S|[\w\"'$/])")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|\$\([^)]*\)|[^\s;&|\"']*)"
+# With one value; prose has more words.
+BLANK_ASSIGNED = re.compile(
+    rf"\s*(?:export[ \t]+)?([A-Za-z_]\w*)[ \t]+=(?![=~])[ \t]*(?!\s){_VALUE}[ \t]*(?:[;#&|\n]|\Z)"
+)
 # On a line of their own, or in front of `;`.
 ASSIGNED = re.compile(
     rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
@@ -356,7 +359,9 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
             name = word.partition("=")[0]
             if all(is_refused(word, *each) for each in scripts):
                 line = call.arguments[name[2:].replace("-", "_")][1]
-                yield Match(name, f"{call.script} has no such option, and refuses it", "remove it", line=line)
+                close = nearest(name[2:], {each for source in scripts for each in options_of(*source)}, cutoff=0.85)
+                fix = f"`--{close}`" if close else "remove it"
+                yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
         passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
         if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):
             message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from toolkit.convert.job_script import LauncherCall
+from toolkit.convert.job_script import PYTHON, LauncherCall
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
@@ -147,6 +147,8 @@ def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
         said = [re.findall(rf"\b{name}=[\"']?(\d+\b|[^\s\d])", call.before)[-1:] for name in VARIABLES]
         counts = [as_int(each) for last in said for each in last]
         return math.prod(map(int, filter(None, counts))) if said[0] and all(counts) else None
+    if tool == PYTHON:  # one, unless something else starts it on each rank
+        return None if re.search(r"\b(?:srun|mpirun|mpiexec|horovodrun|ray)\b", call.before) else 1
     return as_int(options.get("num-processes") or in_yaml)
 
 
