@@ -174,7 +174,7 @@ class Document:
         named = named_settings(self.call) if self.call else ""
         names_file = named.endswith(SUFFIXES) or named.startswith("$")
         is_all = self.start is None or (self.start.is_complete and not names_file)
-        return is_all and not (OWN_DEFAULT.search(self.source) or occurs(SET_BY_SCRIPT, self.reader_source))
+        return is_all and not (occurs(OWN_DEFAULT, self.source) or occurs(SET_BY_SCRIPT, self.reader_source))
 
     @property
     def folder(self) -> Path:

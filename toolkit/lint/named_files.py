@@ -246,6 +246,7 @@ def _asked_by_files(folder: Path, library: str) -> Iterator[list[tuple[str, str]
         yield others if any(re.search(r"\d", asked) for _, asked in first + others) else others + parts
 
 
+@functools.lru_cache(maxsize=512)
 def _asked(requirements: str, library: str) -> list[tuple[str, str]]:
     """Return what requirements say of a library: its name there, and the versions or the commit."""
     spelt = re.sub(r"-(?!\w*])", "[-_.]", library).replace("llamaf", "llama-?f")
@@ -337,6 +338,7 @@ def names_program(folder: Path, *names: str) -> bool:
     return any(name in project_source(folder) for name in names)
 
 
+@functools.lru_cache(maxsize=128)
 def imported_source(source: str, folder: Path) -> str:
     """Return the text of the modules of a project that a script imports, and that may have its dataclasses."""
     modules = re.findall(r"^\s*(?:from|import)\s+\.*([\w.]+)", source, re.MULTILINE)
@@ -385,8 +387,13 @@ def parses_own(source: str, name: str) -> bool:
     >>> parses_own(own, "warmup_ratio"), parses_own(own, "epochs")
     (True, False)
     """
-    if name not in source:
-        return False
-    field = rf"[ \t]+{re.escape(name)}[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b"
-    classes = re.findall(rf"^class (\w+)\b[^\n]*:\n(?:(?:[ \t][^\n]*)?\n)*?{field}", source, re.MULTILINE)
-    return any(re.search(rf"Parser\([^)]*\b{each}\b", source) for each in classes)
+    return name in _parsed_fields(source)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed_fields(source: str) -> frozenset[str]:
+    """Return the fields of the classes of a source that a parser gets."""
+    parsed = set(re.findall(r"\w+", " ".join(re.findall(r"Parser\(([^)]*)", source))))
+    bodies = re.findall(r"^class (\w+)\b[^\n]*:\n((?:(?:[ \t][^\n]*)?\n)*)", source, re.MULTILINE)
+    field = re.compile(rf"^[ \t]+(\w+)[ \t]*:[ \t]*(?:\w+\.)?(?:{_TYPES})\b", re.MULTILINE)
+    return frozenset(each for name, body in bodies if name in parsed for each in field.findall(body))
