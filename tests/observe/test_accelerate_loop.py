@@ -12,7 +12,7 @@ from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.accelerate_loop import observe_loop
-from toolkit.observe.verify.verification import SAME_ROWS
+from toolkit.observe.verify.verification import OTHER_SIZES, SAME_ROWS
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, read_rows
 
@@ -75,10 +75,15 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
 
 
 @nightly_launch
-def test_a_loader_that_is_not_prepared_gives_all_ranks_the_same_rows(tmp_path: Path) -> None:
-    ended = launched("ddp", "own_loader", tmp_path)
+@pytest.mark.parametrize(
+    ("mode", "warning"), [("own_loader", SAME_ROWS), ("other_size", OTHER_SIZES.format("2 and 3")), ("plain", "")]
+)
+def test_ranks_with_the_same_rows_or_batches_of_other_sizes_are_named(mode: str, warning: str, tmp_path: Path) -> None:
+    ended = launched("ddp", mode, tmp_path, "--stop-after-steps", "2")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert SAME_ROWS in ended.stdout
+    assert [line for line in ended.stdout.splitlines() if "rows" in line and "warning" in line] == [warning] * bool(
+        warning
+    )
 
 
 @pytest.mark.launch

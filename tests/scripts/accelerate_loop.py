@@ -58,7 +58,8 @@ def observed(mode, folder):
     model, rows = Classifier(), [{"input_ids": list(range(n, n + 8))} for n in range(32)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     workers = {"num_workers": 2, "persistent_workers": True} if mode == "workers" else {}
-    loader, held_out = DataLoader(rows, 2, collate_fn=collate, **workers), DataLoader(rows, 2, collate_fn=collate)
+    size = 2 + (mode == "other_size" and accelerator.process_index)
+    loader, held_out = DataLoader(rows, size, collate_fn=collate, **workers), DataLoader(rows, 2, collate_fn=collate)
     model, optimizer, held_out = accelerator.prepare(model, optimizer, held_out)
     loader = loader if mode == "own_loader" else accelerator.prepare(loader)
     observer = observe(accelerator=accelerator, model=model, optimizer=optimizer, folder=folder)

@@ -127,6 +127,8 @@ class ObservedLoop:
     def iterate(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a prepared loader, note their facts, and time how long the loop waits for them."""
         batches, timer = counted_batches(loader, self.count), self.observer.timer
+        if not self.step and self.model_wrapped.training:
+            self.args.per_device_train_batch_size = getattr(loader.batch_sampler, "batch_size", None)
         while True:
             if self.between_steps:
                 timer.restart_clock()

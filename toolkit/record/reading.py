@@ -149,7 +149,8 @@ class RankReading(BaseModel):
     num_optimizer_params: Count | None = None
     """Trained parameters that the optimizer holds; None where an engine steps with tensors of its own."""
     first_rows_sha256: str | None = None
-    """Digest of the first step's batches."""
+    batch_size: Count | None = None
+    """Digest of the first step's batches. Rows of a micro-batch, as the rank's arguments or its loader say."""
     clipped: bool | None = None
     """True if the first step's gradient norm was above the threshold. A gradient ten times too large is clipped once,
     as a check, except under ZeRO-3 and fp16."""

@@ -64,6 +64,7 @@ UNFROZEN_HINT = (
     " each rank; unfreeze them before `train()`"
 )
 SAME_ROWS = "warning: all ranks train on the same rows: let accelerate prepare the loader, or use `DistributedSampler`"
+OTHER_SIZES = "warning: ranks have batches of {} rows: the mean of their gradients weighs rows differently"
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -177,7 +178,8 @@ class Verification:
         reading |= expected_bytes(self.parts.expected, self.trainer, reading, self.with_gradient)
         reading |= self.accumulated | self.before_training | self.replicas.read()
         first_rows = hashlib.sha256("+".join(self.timer.first_batches).encode()).hexdigest()
-        self.reading = reading | RankReading.of(first_rows_sha256=first_rows)
+        batch_size = getattr(self.trainer.args, "per_device_train_batch_size", None)
+        self.reading = reading | RankReading.of(first_rows_sha256=first_rows, batch_size=batch_size)
         self.verify(self.reading)
         self.progress.enter("train")
         self.timer.restart_clock()
@@ -238,6 +240,8 @@ class Verification:
             lines += [f"warning: {found[0]}{why}"] if found and not self.strict else []
             rows = {rank.first_rows_sha256 for rank in ranks if self.timer.first_batches and not rank.layout}
             lines += [SAME_ROWS] * (self.parts.expected.of_script and len(rows) == 1 < len(ranks))
+            sizes = sorted({rank.batch_size for rank in ranks if rank.batch_size})
+            lines += [OTHER_SIZES.format(" and ".join(map(str, sizes)))] * (len(sizes) > 1)
             not_as_asked = [kernel for kernel in attestation["kernels"] if kernel["verdict"] == DIFFERS]
             lines += table_lines(not_as_asked, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
