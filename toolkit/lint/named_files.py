@@ -211,7 +211,7 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
                 is_commit = re.fullmatch("[0-9a-f]{7,40}", asked)
                 for sign, number in [("==", "0")] if is_commit else _BOUND.findall(asked.replace(" ", "")):
                     if _three(number) < limit or (sign == "<" and _three(number) == limit):
-                        return f"{named} {asked.strip(' ,')}"
+                        return f"{named} {asked.strip(' ,.')}"
                     is_exact |= sign == "=="
             if is_exact:
                 break
@@ -239,11 +239,11 @@ def _asked_around(folder: Path, library: str) -> Iterator[str]:
 
 def _asked_by_files(folder: Path, library: str) -> Iterator[list[tuple[str, str]]]:
     """Yield what each folder's requirements.txt says of a library, and its other files: a part of a project, with
-    requirements of its own, speaks for the rest where nothing around it names a version."""
+    requirements of its own, speaks for the rest where nothing around it names the library."""
     for place in _project(folder):
         first, others, parts = (_asked(text, library) for text in _requirements(place))
         yield first
-        yield others if any(re.search(r"\d", asked) for _, asked in first + others) else others + parts
+        yield others if first + others else parts
 
 
 @functools.lru_cache(maxsize=512)
