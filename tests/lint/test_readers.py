@@ -204,6 +204,14 @@ def test_a_file_of_open_instruct_says_what_was_not_checked(tmp_path: Path) -> No
     assert result.not_checked == [f"{file}: 4 arguments of a script with dataclasses of its own not checked"]
 
 
+@pytest.mark.parametrize(("script", "why"), [("x.py", ""), ("y.py", ", and the project has no such file")])
+def test_a_script_that_a_project_does_not_have_is_named(script: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "x.py").touch()
+    (tmp_path / "a.sh").write_text(f"torchrun {script} --rows 3\n")
+    assert lint_paths([tmp_path]).not_checked == [f"{tmp_path}/a.sh:1: 1 argument of {script} not checked{why}"]
+
+
 def test_a_job_file_of_this_toolkit_is_known(tmp_path: Path) -> None:
     text = "model_name_or_path: a/b\ndataset: rows.jsonl\ncolumn: {instruction: question, output: answer}\n"
     assert lint(tmp_path, a__yaml=text) == []

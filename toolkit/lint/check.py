@@ -34,7 +34,7 @@ from toolkit.lint.document import (
     with_named_files,
 )
 from toolkit.lint.findings import LEVELS, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
-from toolkit.lint.named_files import forget_projects, has_own_loop, installs
+from toolkit.lint.named_files import forget_projects, has_own_loop, installs, project_root, scripts_named
 from toolkit.lint.rules import RULES
 from toolkit.units import counted
 from toolkit.versions import installed_version, version_numbers
@@ -137,7 +137,10 @@ def _not_checked(document: Document) -> Iterator[str]:
     for call in document.script.calls:
         if call.arguments and call.line not in checked:
             count = counted(len(call.arguments), "argument")
-            yield f"{document.path}:{call.line}: {count} of {call.script} not checked"
+            is_named = (call.script or "").endswith(".py") and "$" not in (call.script or "")
+            is_lost = is_named and project_root(document.folder) and not scripts_named(call.script or "", document.path)
+            why = ", and the project has no such file" if is_lost else ""
+            yield f"{document.path}:{call.line}: {count} of {call.script} not checked{why}"
         elif not call.is_complete:
             yield f"{document.path}:{call.line}: variables stand for arguments that were not checked"
 
