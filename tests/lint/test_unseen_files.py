@@ -197,8 +197,8 @@ def test_a_json_is_compared_with_the_file_that_names_it(
         "torchrun augment.py --model a/b --dataset_dir data --output_dir out --num_beams 2\n",  # LLaMA-Factory's word
         "N=$(scontrol show hostnames | wc -l)\nN=1\naccelerate launch --num_machines=$N --main_process_ip=$A x.py\n",
         # one node: its rank is 0
-        "#!/bin/sh\n#SBATCH -N1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch --num_machines 1"
-        " --machine_rank $R --main_process_ip $A x.py\n",
+        "#!/bin/sh\n#SBATCH -N1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch"
+        " --num_machines 1 --machine_rank $R --main_process_ip $A x.py\n",
         # patterns of a `case`
         'while [ $# -gt 0 ]; do\ncase "$1" in\n--batch_size=*)\nB="${1#*=}"\n;;\nesac\ndone\ntorchrun x.py\n',
         # `eval_and_save_ratio` decides both, in a dataclass of the script

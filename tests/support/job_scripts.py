@@ -105,6 +105,20 @@ spec:
       command: [torchrun, --nproc_per_node=2, train.py]
     - {name: b, image: c, command: [torchrun, --nproc_per_node=2, train.py]}
 """
+KUBERNETES = """apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      restartPolicy: Never
+      containers:
+      - image: a
+        resources: {limits: {nvidia.com/gpu: 2}}
+        env: [{name: N, value: "8"}]
+        volumeMounts: [{name: shm, mountPath: /dev/shm}]
+        command: [torchrun, --nproc_per_node=2, train.py, --epochs, "$(N)"]
+      volumes: [{name: shm, emptyDir: {medium: Memory}}]
+"""
 TRAINS = "torchrun train.py --output_dir out --per_device_train_batch_size 1"
 # Values of launchers' options that are refused, and the nearest ones.
 VALUES = [
@@ -458,4 +472,12 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 9"),
      TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 8"), 5, SKY),
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 3"), TASK, 5, SKY),
+    # what Kubernetes and kubeflow's operator refuse
+    *(("refused-value", changed(KUBERNETES, old, bad), KUBERNETES, line, "job.yaml")
+      for old, bad, line in (("Never", "Always", 6), ("gpu: 2}}", "gpus: 2}}", 9), ('"8"', "8", 10),
+                             ("gpu: 2}}", "gpu: 2}, requests: {nvidia.com/gpu: 1}}", 9), ("/dev/shm", "/tmp", 8),
+                             ("name: shm, mount", "name: a, mount", 11), ('"$(N)"', '"$N"', 12),
+                             ("torchrun, ", '"torchrun --tee 3", ', 12))),
+    ("refused-value", PYTORCH_JOB.replace("name: pytorch", "name: a").replace("LAUNCHER", "torchrun"),
+     PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 9, "job.yaml"),
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
+from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, shorten
 from toolkit.lint.script_options import is_refused
 
@@ -94,7 +95,10 @@ def blank_in_assignment(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="a value of that form")
 def refused_value(doc: Document) -> Iterator[Match]:
-    """Another form is refused: by the launcher, sbatch or the library that reads the variable; NCCL passes over it."""
+    """Another form is refused: by the launcher, sbatch, Kubernetes or the library that reads the variable; NCCL passes
+    over it.
+    """
+    yield from refusals(doc) if doc.script.calls else ()
     script, table = doc.script, launcher_tables()["forms"]
     said = [
         (f"--{option}", call.options.get(option) or "", each, call.line)
@@ -178,7 +182,8 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
         meant = {"NCCL_TIMEOUT": "ddp_timeout"}.get(found[1]) or nearest(found[1], known, cutoff=0.95)
         used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
         if meant and not (found[1] in known or used):
-            level = NOTE if found[1] == "NCCL_TIMEOUT" and not doc.has_code else None  # scripts have read it
+            is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
+            level = NOTE if found[1] == "NCCL_TIMEOUT" and not is_seen else None  # some scripts read it
             yield Match(found[1], "no library reads it", f"`{meant}`", line=line, level=level, library="torch")
 
 
