@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -312,7 +313,8 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
 
 @nightly
 def test_the_rules_were_checked_with_the_installed_versions() -> None:
-    for library in CHECKED_VERSIONS.keys() - {"slurm", "bash", *NOT_INSTALLED}:  # the first two are no Python packages
+    # the first three are no Python packages
+    for library in CHECKED_VERSIONS.keys() - {"slurm", "bash", "kubernetes", *NOT_INSTALLED}:
         assert version_numbers(installed_version(library) or "") == version_numbers(CHECKED_VERSIONS[library]), library
 
 
@@ -595,6 +597,11 @@ def test_the_tables_of_launchers_and_variables_are_those_of_the_installed_versio
         words = {word[2:].replace("_", "-") for each in actions for word in each.option_strings if word[:2] == "--"}
         assert words <= set(tables["options"][tool])
         assert set(tables["launcher_options"][tool]) <= {each.dest for each in actions}
+    assert "allow_abbrev=False" in source_of("accelerate", "commands/launch.py")
+    allocator = source_of("torch", "include/c10/cuda/CUDAAllocatorConfig.h")
+    form = tables["forms"]["variables"]["PYTORCH_ALLOC_CONF"]["form"]
+    keys = re.findall(r'"([a-z_]+)"', allocator[allocator.index("getKeys()") :].partition("};")[0])
+    assert [key for key in keys if key != "a_host_register" and not re.fullmatch(form, f"{key}:1")] == ["amalloc"]
     plugin = source_of("accelerate", "utils/dataclasses.py") + source_of("accelerate", "utils/launch.py")
     missing = [
         name for name in tables["variables"]["FSDP"] if f'"{name}"' not in plugin and f'"FSDP_{name}"' not in plugin
@@ -723,6 +730,11 @@ def test_schedules_of_deepspeed_and_their_parameters_are_those_of_its_classes() 
         taken = {parameter for make in makes for parameter in [*inspect.signature(make).parameters][1:]}
         taken |= {"torch_adam", "adam_w_mode"} if name in ("adam", "adamw") else set()  # taken out before
         assert taken - {"max_grad_norm"} == {*parameters}, name  # which the engine refuses before
+    for name in ("WarmupDecayLR", "WarmupCosineLR"):
+        needed = inspect.signature(getattr(lr_schedules, name)).parameters["total_num_steps"]
+        assert needed.default is inspect.Parameter.empty
+    untested = source_of("deepspeed", "runtime/engine.py")
+    assert 'Please add <"zero_allow_untested_optimizer": true> in the configuration' in untested
 
 
 def test_trl_and_peft_raise_for_other_words() -> None:
@@ -752,6 +764,8 @@ def test_trl_and_peft_raise_for_other_words() -> None:
         ("A = 1 2>/dev/null; export B = 1 2>/dev/null; echo [$A$B]", b"[]"),
         ("A=(b c); D=12345; echo $A ${D:3}; set -- 2&>/dev/null; [$D = 1] 2>/dev/null; echo $?", b"b 45 127"),
         ("export A=“x”; echo $A", "“x”".encode()),
+        ("A='--b c'; B=d; set -- \"$A\" '$B' $B_$A; echo $# $2 $3; [ 1 == 1] 2>/dev/null || echo $?", b"4 $B --b 2"),
+        ("bash -n -O extglob <<< 'touch a; if true' 2>&1 | grep -c 'syntax error'; ls a 2>/dev/null", b"1"),
     ],
 )
 def test_bash_does_with_lost_lines_variables_and_quotes_what_the_rules_say(script: str, printed: bytes) -> None:

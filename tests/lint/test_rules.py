@@ -35,7 +35,7 @@ FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 FSDP1 = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
 PAIR = f"{DEEPSPEED}  deepspeed_config_file: ds.json\n"
-SCHEDULE = {"params": {"warmup_min_ratio": 0}}
+SCHEDULE = {"params": {"warmup_min_ratio": 0, "total_num_steps": 9}}
 IN_JSON = ('{"zero_optimization": {"stage": 2}, "scheduler": ', "}")
 SFT = "model_name_or_path: a/b\ndataset_name: c/d\nmax_length: 512\n"
 TRL = "model_name_or_path: Qwen/Qwen3-8B\nlearning_rate: 0.1\n"
@@ -275,8 +275,10 @@ CASES = [
          '{"zero_optimization": {}, "optimizer": {"type": "AdamW", "params": {\n"lr": 1}}}', 2, "ds.json"),
     Case("unknown-parameter", json.dumps(SCHEDULE | {"type": "WarmupDecayLR"}, indent=1).join(IN_JSON),
          json.dumps(SCHEDULE | {"type": "WarmupCosineLR"}).join(IN_JSON), 3, "ds.json"),
+    Case("unknown-parameter", json.dumps({"type": "WarmupDecayLR", "params": {}}, indent=1).join(IN_JSON),
+         json.dumps({"type": "WarmupLR", "params": {}}).join(IN_JSON), 2, "ds.json"),
     Case("unknown-word", json.dumps(SCHEDULE | {"type": "WarmupCosineAnnealing"}, indent=1).join(IN_JSON),
-         json.dumps(SCHEDULE | {"type": "CosineAnnealingLR"}).join(IN_JSON), 5, "ds.json"),
+         json.dumps(SCHEDULE | {"type": "CosineAnnealingLR"}).join(IN_JSON), 6, "ds.json"),
     Case("four-and-eight-bits", "load_in_4bit: true\nload_in_8bit: true\noutput_dir: out\n",
          "load_in_4bit: true\nload_in_8bit: false\noutput_dir: out\n", 2),
     Case("weights-of-losses", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",

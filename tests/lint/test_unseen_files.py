@@ -105,7 +105,7 @@ def test_a_script_without_a_launcher_is_read_where_its_arguments_are_the_trainer
 
 
 def test_python_starts_no_launcher_of_a_job(tmp_path: Path) -> None:
-    job = "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n#SBATCH --time=1:00:00\n"
+    job = "#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n#SBATCH --time=1:00:00\n"
     command = "srun python train.py --do_train --bf16 --output_dir out --deepspeed ds.json\n"
     assert {each.level for each in lint(tmp_path, a__sbatch=job + command)} <= {"note"}
 
@@ -197,8 +197,8 @@ def test_a_json_is_compared_with_the_file_that_names_it(
         "torchrun augment.py --model a/b --dataset_dir data --output_dir out --num_beams 2\n",  # LLaMA-Factory's word
         "N=$(scontrol show hostnames | wc -l)\nN=1\naccelerate launch --num_machines=$N --main_process_ip=$A x.py\n",
         # one node: its rank is 0
-        "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch --num_machines 1"
-        " --machine_rank $R --main_process_ip $A x.py\n",
+        "#!/bin/sh\n#SBATCH -N1\n#SBATCH --ntasks-per-node=1\nexport R=$SLURM_NODEID\naccelerate launch"
+        " --num_machines 1 --machine_rank $R --main_process_ip $A x.py\n",
         # patterns of a `case`
         'while [ $# -gt 0 ]; do\ncase "$1" in\n--batch_size=*)\nB="${1#*=}"\n;;\nesac\ndone\ntorchrun x.py\n',
         # `eval_and_save_ratio` decides both, in a dataclass of the script
@@ -744,7 +744,8 @@ def test_an_old_deepspeed_takes_keys_and_numbers_that_later_ones_refuse(tmp_path
     (tmp_path / "requirements.txt").write_text("deepspeed==0.4.3\n")
     assert set(levels(lint(tmp_path, a__json=text)).values()) == {"note"}
     assert fixed_text(tmp_path / "a.json") == text
-    text = '{"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 1}}, "zero_optimization": {}}'
+    text = '{"zero_optimization": {}, "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, '
+    text += '"warmup_max_lr": 1}}}'
     (found,) = (each for each in lint(tmp_path, a__json=text) if each.rule == "unknown-parameter")
     assert (found.level, found.fix) == ("error", "remove it: it is the optimizer's lr")  # in each version with it
 

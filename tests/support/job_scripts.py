@@ -93,6 +93,32 @@ spec:
       template: *pod
 """
 
+JOB_OF = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gres=gpu:8\nsrun {} x.py\n"
+CONTAINERS = """apiVersion: v1
+kind: Pod
+spec:
+  containers:
+    - {name: proxy, image: b, resources: {limits: {nvidia.com/gpu: 1}}}
+    - name: a
+      image: c
+      resources: {limits: {nvidia.com/gpu: LIMIT}}
+      command: [torchrun, --nproc_per_node=2, train.py]
+    - {name: b, image: c, command: [torchrun, --nproc_per_node=2, train.py]}
+"""
+KUBERNETES = """apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      restartPolicy: Never
+      containers:
+      - image: a
+        resources: {limits: {nvidia.com/gpu: 2}}
+        env: [{name: N, value: "8"}]
+        volumeMounts: [{name: shm, mountPath: /dev/shm}]
+        command: [torchrun, --nproc_per_node=2, train.py, --epochs, "$(N)"]
+      volumes: [{name: shm, emptyDir: {medium: Memory}}]
+"""
 TRAINS = "torchrun train.py --output_dir out --per_device_train_batch_size 1"
 # Values of launchers' options that are refused, and the nearest ones.
 VALUES = [
@@ -106,6 +132,13 @@ VALUES = [
     ),
     ("refused-value", "TORCH_DISTRIBUTED_DEBUG=1 torchrun", "TORCH_DISTRIBUTED_DEBUG=detail torchrun"),
     ("refused-value", "CUDA_VISIBLE_DEVICES=[0,1] torchrun", "CUDA_VISIBLE_DEVICES=0,1 torchrun"),
+    ("refused-value", "CUDA_VISIBLE_DEVICES=0,1,1 torchrun", "CUDA_VISIBLE_DEVICES=0,1,11 torchrun"),
+    ("refused-value", "ACCELERATE_MIXED_PRECISION=bfloat16 torchrun", "ACCELERATE_MIXED_PRECISION=BF16 torchrun"),
+    (
+        "refused-value",
+        "PYTORCH_ALLOC_CONF=max_split_size:8 torchrun",
+        "PYTORCH_ALLOC_CONF=roundup_power2_divisions:[256:1,>:2],backend:native torchrun",
+    ),
     ("shell-slip", "torchrun --master_port=${PORT:29500}", "torchrun --master_port=${PORT:-29500}"),
     ("shell-slip", 'torchrun --nproc_per_node 2 x.py --deepspeed "~/d.json"', 'torchrun x.py --output_dir "~/o"'),
     ("shell-slip", "torchrun -m", "python -m torch.distributed.run"),
@@ -183,8 +216,10 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("refused-value", f"#SBATCH --time=24h\n{TRAINS}\n", f"#SBATCH --time=1-00:00\n{TRAINS}\n", 1, "job.sbatch"),
     ("shell-slip", "set -e\ndeepspeed: ds.json\ntorchrun x.py\n",
      "cat > x.yaml <<E\ndeepspeed: ds.json\nE\ntorchrun x.py\n", 2, "job.sh"),
-    ("shell-slip", f"#SBATCH -nodes=2\n{TRAINS}\n", f"#SBATCH -N2\n#SBATCH -pgpu-1\n{TRAINS}\n", 1, "job.sbatch"),
-    ("shell-slip", f"#SBATCH --mem=64 GB\n{TRAINS}\n", f"#SBATCH --mem=64GB\n{TRAINS}\n", 1, "job.sbatch"),
+    ("shell-slip", f"#!/bin/sh\n#SBATCH -nodes=2\n{TRAINS}\n",
+     f"#!/bin/sh\n#SBATCH -N2\n#SBATCH -pgpu-1\n{TRAINS}\n", 2, "job.sbatch"),
+    ("shell-slip", f"#!/bin/sh\n#SBATCH --mem=64 GB\n{TRAINS}\n", f"#!/bin/sh\n#SBATCH --mem=64GB\n{TRAINS}\n", 2,
+     "job.sbatch"),
     ("shell-slip", f"{TRAINS} > a 2&>1\n", f"{TRAINS} > a 2>&1\n# 2&>1\n", 1, "run.sh"),
     ("shell-slip", f"if [$A = 1 ]; then\n  {TRAINS}\nfi\n", f"if [ $A = 1 ]; then\n  {TRAINS}\nfi\n", 1, "run.sh"),
     ("shell-slip", f"ARGS=(--lr 1)\n{TRAINS} $ARGS\n", f'ARGS=(--lr 1)\n{TRAINS} "${{ARGS[@]}}"\n', 2, "run.sh"),
@@ -349,7 +384,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "deepspeed --num_gpus 2 --module a.train --bf16\n", 1, "run.sh"),
     ("fp16-and-bf16", f"deepspeed --num_gpus 2 -m a.train {ARGUMENTS}--fp16 True --bf16 True\n",
      f"deepspeed --num_gpus 2 --module a.train {ARGUMENTS}--bf16 True\n", 1, "run.sh"),
-    ("unknown-launcher-option", "accelerate launch --num_gpu 2 x.py\n", "accelerate launch --num_proc 2 x.py\n", 1,
+    ("unknown-launcher-option", "accelerate launch --num_proc 2 x.py\n",
+     "accelerate launch --num_processes 2 x.py\n", 1,
      "run.sh"),
     ("refused-by-verl", f"{VERL}data.train_batch_size=16\n", f"{VERL}data.train_batch_size=$((2 * N))\n", 1, "run.sh"),
     ("refused-by-verl", f"{VERL}data.train_batch_size=300\n",
@@ -389,4 +425,62 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "#SBATCH --output=%j.out\nmkdir -p new\ntorchrun train.py\n", 1, JOB),
     ("folder-made-too-late", "#SBATCH -o new/%j.out\nmkdir -p new; torchrun train.py\n",
      "#SBATCH -o new/%j.out\nmkdir -p new/other\ntorchrun train.py\n", 1, JOB),
+    # what one of the file's own lines shows to be a slip
+    ("shell-slip", 'A="--lr 1 --bf16 True"\ntorchrun x.py "$A"\n',
+     'A="--lr 1 --bf16"\ntorchrun x.py $A --text "$A"\n', 2,
+     "run.sh"),
+    ("shell-slip", 'A="\n  --nnodes 1\n  --role a"\ntorchrun "${A}" x.py\n',
+     'A="--lr 1"\ntorchrun x.py "$A" "$B"\n', 4, "run.sh"),
+    ("shell-slip", "M=a/b\ntorchrun x.py --model '$M'\n", "M=a/b\nsrun bash -c 'torchrun x.py --model '$M''\n", 2,
+     "run.sh"),
+    ("shell-slip", "NUM_GPUS=8\ntorchrun --nproc_per_node=$NUM_GPU x.py\n",
+     "NUM_GPUS=8\nread -r NUM_GPU\ntorchrun --nproc_per_node=$NUM_GPU x.py\n", 2, "run.sh"),
+    ("shell-slip", "OUT=o\ntorchrun x.py --output_dir $OUT_$SEED\n",
+     "OUT=o\ntorchrun x.py --output_dir ${OUT}_$SEED\n", 2, "run.sh"),
+    ("shell-slip", "NUM_GPUS=8\ntorchrun --nproc_per_node=$NUM_GPU x.py\n",
+     "NUM_GPUS=8\nsource env.sh\ntorchrun --nproc_per_node=$NUM_GPU x.py\n", 2, "run.sh"),
+    ("shell-slip", "#!/bin/sh\n#SBATCH --nodes=2\nsrun torchrun --nnodes=$SLURM_NNODE x.py\n",
+     "#!/bin/sh\n#SBATCH --nodes=2\nsrun torchrun --nnodes=$SLURM_NNODES x.py --id $SLURM_SITE\n", 3, JOB),
+    ("shell-slip", "\n# a\n#SBATCH --nodes=2\nsrun torchrun x.py\n",
+     "torchrun x.py\ncat << E > j\n#SBATCH -o $O\nE\n", 1, JOB),
+    ("shell-slip", "#!/bin/sh\n# SBATCH -N 2\n#SBATCH -n 2\ntorchrun x.py\n",
+     "#!/bin/sh\n##SBATCH -N 2\n#SBATCH -n 2\ntorchrun x.py\n", 2,
+     JOB),
+    ("shell-slip", "docker run --gpus all i torchrun x.py\n",
+     "docker run --gpus all \\\n --ipc=host i torchrun x.py\n", 1, "run.sh"),
+    ("unknown-launcher-option", "#SBATCH --gpu-per-node=8\ntorchrun x.py\n",
+     "#SBATCH --container-image=a --nod=8\ntorchrun x.py\n", 1, JOB),
+    ("shell-slip", "envs: {MODEL: a}\nresources: {}\nrun: torchrun x.py --model $MODEL_NAME\n",
+     "envs: {MODEL: a}\nresources: {}\nrun: torchrun x.py --model $MODEL --out $OUT\n", 3, SKY),
+    ("shell-slip", "torchrun x.py\nif true\n  A=1\nfi\n", "#!/bin/zsh\ntorchrun x.py\nif true\n  A=1\nfi\n", 4,
+     "run.sh"),
+    ("shell-slip", "#!/bin/sh\n#SBATCH -o $HOME/%j.out\ntorchrun x.py\n",
+     "#!/bin/sh\n#SBATCH -o %u/%j.out\ntorchrun x.py\n", 2, JOB),
+    ("shell-slip", 'if [ "$1" == 1]; then A=2; fi\ntorchrun x.py\n',
+     'if [ "$1" == "[1]" ]; then A=2; fi\ntorchrun x.py\n', 1, "run.sh"),
+    ("shell-slip", 'docker run --ipc=host --gpus "device=0,1" i torchrun x.py\n',
+     "docker run --ipc=host --gpus '\"device=0,1\"' i torchrun x.py\n", 1,
+     "run.sh"),
+    ("unknown-variable", "export CUDA_VISIBLE_DEVICE=0\ntorchrun x.py\n",
+     "export CUDA_VISIBLE_DEVICE=0\nexport CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICE\ntorchrun x.py\n", 1, "run.sh"),
+    ("unknown-variable", "export NCCL_TIMEOUT=9\ntorchrun x.py\n", "export NCCL_IB_TIMEOUT=9\ntorchrun x.py\n", 1,
+     "run.sh"),
+    ("refused-value", "#SBATCH --gres=gpus:8\ntorchrun x.py\n", "#SBATCH --gres=gpu:8\ntorchrun x.py\n", 1, JOB),
+    # GPUs and nodes of a job, of a container and of a task
+    *(("more-processes-than-granted", JOB_OF.format(bad), JOB_OF.format(good), 4, JOB)
+      for bad, good in (("accelerate launch --num_processes 9", "accelerate launch --num_processes 8"),
+                        ("accelerate launch --num_machines 3 --num_processes 12", "accelerate launch --num_machines 2"),
+                        ("torchrun --nnodes 3", "torchrun --nnodes 2"))),
+    ("more-processes-than-granted", CONTAINERS.replace("LIMIT", "1"), CONTAINERS.replace("LIMIT", "2"), 9, "job.yaml"),
+    ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 9"),
+     TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 8"), 5, SKY),
+    ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 3"), TASK, 5, SKY),
+    # what Kubernetes and kubeflow's operator refuse
+    *(("refused-value", changed(KUBERNETES, old, bad), KUBERNETES, line, "job.yaml")
+      for old, bad, line in (("Never", "Always", 6), ("gpu: 2}}", "gpus: 2}}", 9), ('"8"', "8", 10),
+                             ("gpu: 2}}", "gpu: 2}, requests: {nvidia.com/gpu: 1}}", 9), ("/dev/shm", "/tmp", 8),
+                             ("name: shm, mount", "name: a, mount", 11), ('"$(N)"', '"$N"', 12),
+                             ("torchrun, ", '"torchrun --tee 3", ', 12))),
+    ("refused-value", PYTORCH_JOB.replace("name: pytorch", "name: a").replace("LAUNCHER", "torchrun"),
+     PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 9, "job.yaml"),
 ]  # fmt: skip

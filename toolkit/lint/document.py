@@ -700,6 +700,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
     counts = {kind: len((keys & known) - SHARED_KEYS) for kind, known in known_keys.items()}
     best = max(counts, key=lambda kind: counts[kind])
     if counts[best]:
+        if best == DEEPSPEED and any(nearest(key, DECISIVE_KEYS[DEEPSPEED], cutoff=0.9) for key in sorted(keys)[:50]):
+            return DEEPSPEED
         # A script's own file has batch sizes by DeepSpeed's names too; DeepSpeed's has little else.
         share = 2 if best == DEEPSPEED else 8
         return best if counts[best] * share >= len(keys) else None

@@ -19,6 +19,8 @@ from toolkit.files.documents import CONFIGURATION, LOADER, check_yaml
 _KUBERNETES = re.compile(r"^apiVersion[ ]*:", re.MULTILINE)
 _JOB_FILE = re.compile(r"^(?:apiVersion|services|jobs)[ ]*:", re.MULTILINE)
 _COMMANDS = ("entrypoint", "command", "args", "run")  # in the order in which a container joins them
+GPU = "nvidia.com/gpu"  # the resource
+GPUS_OF_CONTAINER = "GPUS_OF_CONTAINER"  # the variable with which the script says a container's limit
 _SHELL_OPTION = re.compile(r"-\w*c")
 # kubeflow's operators set torchrun's own variables, the one for PyTorchJob since 1.6.
 _SET_BY_OPERATOR = ("PyTorchJob", "TrainJob")
@@ -71,12 +73,28 @@ def _commands(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
         name, value = values.get("name"), values.get("value")
         if isinstance(value, yaml.ScalarNode) and isinstance(name, yaml.ScalarNode) and name.value.isidentifier():
             yield value.start_mark.line, f"export {name.value}={shlex.quote(value.value)}"
+        if values.keys() & {"image", "resources"}:
+            yield node.start_mark.line, f"export {GPUS_OF_CONTAINER}={word_at(node, 'resources', 'limits', GPU)}"
         lists = [each.value if isinstance(each, yaml.SequenceNode) else [each] for each in map(values.get, _COMMANDS)]
         items = [item for each in lists for item in each if isinstance(item, yaml.ScalarNode)]
         if items and not items[0].value.startswith("-"):  # options alone are of the image's own command
             yield _joined(items)
         for value in values.values():
             yield from _commands(value, seen)
+
+
+def node_at(node: yaml.Node | None, *names: str) -> yaml.Node | None:
+    """Return the node at a path of keys below another one, None where there is none."""
+    for name in names:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        node = next((value for key, value in pairs if key.value == name), None)
+    return node
+
+
+def word_at(node: yaml.Node, *names: str) -> str:
+    """Return the text of a single value at a path of keys, empty where there is none."""
+    found = node_at(node, *names)
+    return str(found.value) if isinstance(found, yaml.ScalarNode) else ""
 
 
 def _joined(items: list[yaml.ScalarNode]) -> tuple[int, str]:

@@ -171,6 +171,10 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 message = f"`{shorten(name)}` is no parameter of {kind}: DeepSpeed raises"
                 since = FIRST_SCHEDULES if block == "scheduler" else None
                 yield Match(f"{block}.params.{name}", message, fix, since=since)
+        for name in {"WarmupDecayLR": ["total_num_steps"], "WarmupCosineLR": ["total_num_steps"]}.get(kind, ()):
+            if name not in doc.block(f"{block}.params"):
+                message = f"{kind} raises without `{name}`"
+                yield Match(f"{block}.type", message, '`"auto"` with the Trainer, or a number')
 
 
 @rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")

@@ -7,6 +7,7 @@ from pathlib import Path
 from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
+from toolkit.lint.job_files import GPUS_OF_CONTAINER
 from toolkit.lint.named_files import project_root, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
@@ -309,24 +310,38 @@ def directive_behind_command(doc: Document) -> Iterator[Match]:
             yield Match(found[1], message, "above the first command", line=script.line_at(at))
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="as many of both")
+@rule(WARNING, *SCRIPTS, library="slurm", fix="as many of both")
 def more_processes_than_granted(doc: Document) -> Iterator[Match]:
-    """A rank takes the GPU of its number: where a node's share of the job has fewer, CUDA raises ("invalid device
-    ordinal").
+    """A rank takes the GPU of its number: where a node, or a container, has fewer, CUDA raises ("invalid device
+    ordinal"). Nodes that the job does not have are waited for.
     """
+    library = None if doc.kind == SBATCH else "torch"
+    for call in doc.script.launches if "array" not in doc.script.directives else ():
+        told = launch_settings(doc, call) if call.tool == "accelerate" and "cpu" not in call.options else None
+        processes, nodes = as_int(told.get("num_processes")) if told else None, doc.script.nodes or 0
+        machines = as_int(told.get("num_machines") if told else call.options.get(NODE_COUNT.get(call.tool, ""))) or 1
+        processes = processes // machines if processes else None
+        option = {"torchrun": "nproc-per-node", "deepspeed": "num-gpus"}.get(call.tool, "num_processes")
+        processes, count = as_int(call.options.get(option)) or processes, _granted(doc, call)
+        if processes and count and processes > count:
+            message = f"{processes} processes on a node, and the job has {count} of its GPUs"
+            yield Match(f"--{option}", message, "as many of both", line=call.line, library=library)
+        if machines > nodes > (doc.kind != SKYPILOT):
+            message = f"{machines} nodes are waited for, and the job has {nodes}"
+            yield Match(f"--{NODE_COUNT[call.tool]}", message, "as many of both", line=call.line, library=library)
+
+
+def _granted(doc: Document, call: LauncherCall) -> int | None:
+    """Return the GPUs of a node in the job, or of the container that a launch is in; None where nothing says it."""
     directives = doc.script.directives
-    names = ("gpus-per-node", "gres", *(["gpus", "G"] if (doc.script.nodes or 1) == 1 else []))
-    granted = [found for name in names if (found := GRANTED.fullmatch(directives.get(name, ("", 0))[0]))]
-    for call in doc.script.launches if granted and "array" not in directives else ():
-        option = {"torchrun": "nproc-per-node", "deepspeed": "num-gpus"}.get(call.tool, "")
-        processes, count = as_int(call.options.get(option)), int(granted[0][1])
-        if processes and processes > count:
-            yield Match(
-                f"--{option}",
-                f"{processes} processes on a node, and the job has {count} of its GPUs",
-                "as many of both",
-                line=call.line,
-            )
+    if doc.kind == SBATCH:
+        names = ("gpus-per-node", "gres", *(["gpus", "G"] if (doc.script.nodes or 1) == 1 else []))
+        granted = [found for name in names if (found := GRANTED.fullmatch(directives.get(name, ("", 0))[0]))]
+    elif doc.kind == SKYPILOT:
+        granted = [*re.finditer(r"^[A-Za-z][\w-]*:(\d+)$", str(doc.get("resources.accelerators")))]
+    else:
+        granted = [found for found, line in doc.script.find(rf"{GPUS_OF_CONTAINER}=(\d*)") if line <= call.line][-1:]
+    return as_int(granted[0][1]) if granted else None
 
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_GPUS_ON_NODE, which is a number")

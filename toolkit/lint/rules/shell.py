@@ -2,17 +2,17 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
+from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
+from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
 
@@ -35,7 +35,8 @@ READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
-def _in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
+def in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
+    """Return True for an offset inside of one of the spans."""
     return any(start <= offset < end for start, end in spans)
 
 
@@ -52,7 +53,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
-        if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+        if found and not in_spans(start, (*arrays, *script.strings, *script.protected)):
             follows = start == lost
             lost = end
             if follows:
@@ -77,7 +78,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
             if is_windows:
                 return
     for found, line in script.find(r"(?<=\s)\\[ \t]+(?=--?\w)") if script.calls else ():
-        if not _in_spans(found.start(), (*script.strings, *script.protected)):
+        if not in_spans(found.start(), (*script.strings, *script.protected)):
             message = "is a word with a space to bash, and reaches the program as an argument"
             yield Match("\\", message, "a line break behind the backslash, or no backslash", line=line)
     if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
@@ -92,14 +93,17 @@ def blank_in_assignment(doc: Document) -> Iterator[Match]:
     arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
     for start, end in script.commands if script.calls else ():
         found = BLANK_ASSIGNED.match(script.text, start, end)
-        if found and not _in_spans(start, (*arrays, *script.strings, *script.protected)):
+        if found and not in_spans(start, (*arrays, *script.strings, *script.protected)):
             message = "blanks stand around `=`: bash assigns nothing"
             yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="a value of that form")
 def refused_value(doc: Document) -> Iterator[Match]:
-    """Another form is refused: by the launcher, sbatch or the library that reads the variable; NCCL passes over it."""
+    """Another form is refused: by the launcher, sbatch, Kubernetes or the library that reads the variable; NCCL passes
+    over it.
+    """
+    yield from refusals(doc) if doc.script.calls else ()
     script, table = doc.script, launcher_tables()["forms"]
     said = [
         (f"--{option}", call.options.get(option) or "", each, call.line)
@@ -119,29 +123,6 @@ def refused_value(doc: Document) -> Iterator[Match]:
             yield Match(name, message, each["fix"], line=line, library=library, level=level)
 
 
-@rule(ERROR, *SCRIPTS, library="bash", fix="what the message names")
-def shell_slip(doc: Document) -> Iterator[Match]:
-    """bash reads it otherwise."""
-    script = doc.script
-    spans = (*script.strings, *script.protected)
-    for each in launcher_tables()["slips"] if script.calls else ():
-        for found in _slips(script, each):
-            last = found.lastindex or 0
-            is_directive = found[0].startswith("#SBATCH") and doc.kind == SBATCH
-            if is_directive or not (script.is_comment(found.start(last)) or _in_spans(found.start(last), spans)):
-                line = script.line_at(found.start(last))
-                yield Match(found[last], each["message"], each["fix"], line=line)
-
-
-def _slips(script: JobScript, slip: Mapping[str, Any]) -> Iterator[re.Match[str]]:
-    """Yield each match of a slip's pattern: in the text, or at the start of each command."""
-    if not slip.get("command"):
-        yield from re.finditer(slip["pattern"], script.text)
-        return
-    pattern = re.compile(slip["pattern"])
-    yield from filter(None, (pattern.match(script.text, *span) for span in script.commands))
-
-
 @rule(ERROR, *SCRIPTS, library="bash", fix="straight quotes and plain dashes")
 def typographic_quotes(doc: Document) -> Iterator[Match]:
     """To bash typographic quotes are letters."""
@@ -150,7 +131,7 @@ def typographic_quotes(doc: Document) -> Iterator[Match]:
         found = TYPOGRAPHIC.search(script.text, start, end)
         command = script.text[start:end]
         is_said = re.match(r"\s*(?:echo|printf)\b", command) or "<<" in command or not A_COMMAND.search(command)
-        if found and not is_said and not _in_spans(found.start(), (*script.strings, *script.protected)):
+        if found and not is_said and not in_spans(found.start(), (*script.strings, *script.protected)):
             line = script.line_at(found.start())
             yield Match(found[0], f"{found[0]} is a letter to bash", "`\"`, `'` or `-`", line=line)
 
@@ -171,7 +152,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
             is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
             if name not in names or name in reported or is_continued or quotes % 2:
                 continue
-            if _in_spans(found.start(), script.strings):
+            if in_spans(found.start(), script.strings):
                 continue
             if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
@@ -201,6 +182,14 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
+    known = {name for names in launcher_tables()["exported"].values() for name in names}
+    for found, line in doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=") if doc.script.calls else ():
+        meant = {"NCCL_TIMEOUT": "ddp_timeout"}.get(found[1]) or nearest(found[1], known, cutoff=0.95)
+        used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
+        if meant and not (found[1] in known or used):
+            is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
+            level = NOTE if found[1] == "NCCL_TIMEOUT" and not is_seen else None  # some scripts read it
+            yield Match(found[1], "no library reads it", f"`{meant}`", line=line, level=level, library="torch")
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
@@ -265,17 +254,25 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
     `--module`, and no `-m`, and underscores in its names, where the others take dashes too."""
+    of_sbatch = launcher_tables()["options"]["sbatch"]
+    for name, (_, line) in doc.script.directives.items() if doc.kind == SBATCH and doc.script.launches else ():
+        close = nearest(name.replace("_", "-"), of_sbatch, cutoff=0.85) if len(name) > 1 else None
+        if close and not any(each.startswith(name) for each in of_sbatch):
+            message = "sbatch has no such option, and refuses it"
+            yield Match(f"--{name}", message, f"`--{close}`", line=line, level=ERROR, library="slurm")
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known and call.script else ():
             if (call.tool, name) == ("deepspeed", "m"):
                 yield Match("-m", "deepspeed has no -m, and refuses it", "`--module`", line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
-            if is_name and not any(each.startswith(name) for each in known):
+            is_known = name in known if call.tool == "accelerate" else any(each.startswith(name) for each in known)
+            if is_name and not is_known:
                 option = f"--{name.rstrip('-').replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
-                if present := launcher_tables()["former"].get(call.tool, {}).get(name):
+                former = launcher_tables()["former"].get(call.tool, {}).get(name)
+                if present := former or nearest(name, known, cutoff=0.9):
                     fix = f"`--{present.replace('-', '_')}`"
                 message, has_dash = f"{call.tool} has no such option, and refuses it", name.rstrip("-") in known
                 message, fix = ("refused with dashes", f"`{option}`") if has_dash else (message, fix)
@@ -455,6 +452,10 @@ def refused_hostfile(doc: Document) -> Iterator[Match]:
         entries = {line: re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines if line and not line.startswith("#")}
         for line in [line for line, found in entries.items() if not found]:
             yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
+        hosts = [found[1] for line in lines if (found := entries.get(line))]
+        for host in sorted({host for host in hosts if hosts.count(host) > 1}):
+            message = f"{shorten(host)} is there twice: refused"
+            yield Match("--hostfile", message, "one line with all of its slots", line=call.line)
         slots = {found[1]: int(found[2]) for found in entries.values() if found}
         for name in ("include", "exclude") if slots else ():
             for part in filter(None, (call.options.get(name) or "").split("@")):
