@@ -400,8 +400,9 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
         if writes:
             folder.hold()
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
-    run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
+    rank, size = args.process_index, args.world_size
+    run = ObservedRun(folder=folder, progress=progress, rank=rank, world_size=size, preset=name)
     numbers = ("seed", "max_steps", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps")
     spec = {key: getattr(args, key, None) for key in numbers}  # a loop on accelerate does not show all
     if hasattr(args, "train_batch_size"):

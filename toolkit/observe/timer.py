@@ -278,6 +278,7 @@ class StepTimer:
             step_of_process=number - self.resumed_step,
             rank=self.rank,
             world_size=None if self.run.single_process else self.run.world_size,
+            preset=self.run.preset,
             ranks_per_gpu=sharing_ranks(),
             seconds=self._seconds(step.start, step.end),
             own_seconds=own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported
