@@ -294,7 +294,7 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         timer, lines = self.observer.timer, self.observer.timer.step_lines
-        lines.every_step = args.logging_steps == 1
+        lines.every_step = args.logging_strategy == "steps" and args.logging_steps == 1
         lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
         self.observer.end_step(state.global_step, is_saved=control.should_save)
         if lines.stop_after_steps is not None and state.global_step >= timer.resumed_step + lines.stop_after_steps:

@@ -21,10 +21,7 @@ LAST_ROW_SECONDS = 2.0
 
 
 class StepLines:
-    """Prints the newest step that all ranks have finished, at most once per second, and always the last one.
-
-    Where each step is logged, the steps before it have lines too, as far back as the ends of the rows' files reach.
-    """
+    """Prints the newest step that all ranks have finished, at most once per second, and always the last one."""
 
     def __init__(self, run: ObservedRun) -> None:
         self.run = run
@@ -34,7 +31,7 @@ class StepLines:
         """Steps of this process, where it ends earlier."""
         self.resumed_step = self.printed_step = run.resumed_step
         self.every_step = False
-        """True where each step is logged: then each has a line."""
+        """True where each step is logged: then each has a line, as far back as the ends of the rows' files reach."""
         self.warned = False
         self.first_seen = (0, 0.0)
         self.ended = threading.Event()
@@ -75,7 +72,7 @@ class StepLines:
         limit = self.stop_after_steps and self.resumed_step + self.stop_after_steps
         last = min(filter(None, (self.max_steps, limit)), default=0)
         left = (now - self.first_seen[1]) / done * (last - step) if done and last > step else None
-        new = [each for each in steps if self.every_step and printed < each[0].step < step]
+        new = [each for each in steps[:-1] if self.every_step and each[0].step > printed]
         lines = [step_line(each, max_steps=last, seconds_left=None) for each in new]
         lines.append(step_line(steps[-1], max_steps=last, seconds_left=left))
         if not self.warned and (untrained := untrained_steps(steps)):
