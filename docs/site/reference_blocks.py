@@ -61,7 +61,7 @@ CLEAR_KEYS = set(
     schema_version created environment job rows trials method price_per_gpu_hour script script_sha256 model
     dataset training_arguments stop_after_steps seed per_device_train_batch_size gradient_accumulation_steps
     compute_dtype preset world_size message phase failure num_nodes attestation_sha256 wall_seconds run_folder
-    losses grad_norms save_seconds save_bytes timeline probes num_params repeats repeat position order_seed
+    losses grad_norms save_seconds save_bytes timeline probes num_params repeats repeat position order_seed search
     interval ranks_per_gpu tokens_per_second_per_gpu planned_gpu_parameter_bytes planned_gpu_gradient_bytes
     planned_gpu_optimizer_bytes flops_per_token cost_per_million_tokens tokens_per_second_interval
     without_embeddings timed_step_numbers step_tokens step_seconds padding_fraction step_seconds_median

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import exit_code
+from command_line import check_answer, exit_code, json_of
 from launching import LORA, SAVED, SAVED_STEPS, losses, nightly, read, toolkit
 from safetensors.torch import load_file, save_file
 
@@ -183,6 +183,16 @@ def test_inspect_lists_checkpoints_and_says_where_a_manifest_is_missing(
     (summary,) = inspect_all(checkpoint)
     assert summary.state == "no manifest: completeness unknown"
     assert (summary.engine, summary.step, summary.world_size) == ("deepspeed", 6, 2)
+
+
+def test_export_and_convert_print_what_the_published_schemas_say(
+    saved_runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = str(saved_runs["fsdp2"] / "checkpoint-6")
+    for command, more in (("export", []), ("convert", ["--preset", "ddp", "--num-processes", "2"])):
+        check_answer(
+            f"checkpoint {command}", json_of(["checkpoint", command, saved, str(tmp_path / command), *more], capsys)
+        )
 
 
 def test_shards_of_an_export_respect_the_size_limit_and_load(saved_runs: Runs, tmp_path: Path) -> None:

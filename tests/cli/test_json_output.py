@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import run_command
+from command_line import SCHEMAS, check_answer, run_command
 from comparison_records import trial
 from launching import ROOT
 
@@ -226,7 +226,7 @@ def one_document(out: str) -> Any:
 
 
 def test_every_command_with_json_is_here() -> None:
-    assert set(MODES) == set(COMMANDS)
+    assert set(MODES) == set(COMMANDS) == SCHEMAS.keys() - {"failure"}
     assert all(modes for modes in MODES.values())
 
 
@@ -236,7 +236,9 @@ def test_a_command_prints_one_document_in_each_of_its_modes(command: str, run: R
     for words in (*MODES[command], "--no-such-option"):
         code, out, err = run(f"{command} --json {words}".strip())
         try:
-            found[words] = code, "failure" in one_document(out)
+            answer = one_document(out)
+            found[words] = code, "failure" in answer
+            check_answer(command, answer)
         except ValueError:
             found[words] = code, f"{out[:200]!r} is no document; {err[:300]!r}"
     assert found == MODES[command] | {"--no-such-option": REFUSED}

@@ -167,6 +167,15 @@ def test_single_runs_on_gpus_decide_nothing_and_show_what_memory_is_saved(made_u
     ]
 
 
+@pytest.mark.parametrize("zero2", [(0.75, 1.1, (0.9, 1.3)), (0.75, 1.0, (0.9, 1.1))])
+def test_a_search_whose_ratios_are_unclear_is_continued_by_its_own_command(made_up: Document, zero2: Relative) -> None:
+    search = on_gpus(made_up, ddp=BASELINE, zero2=zero2)
+    search |= {"method": search["method"] | {"search": True}}
+    assert "`toolkit tune` with `--resume` continues the search" in answer_text(search)
+    assert "up to 3 runs of each" in markdown_text(search)
+    assert "--repeats" not in markdown_text(search)
+
+
 def test_ranks_that_share_a_gpu_show_memory_and_no_speed(made_up: Document) -> None:
     shared = on_gpus(made_up, ddp=BASELINE, zero2=(0.75, 2.0, (1.9, 2.1)))
     shared |= {"method": shared["method"] | {"ranks_per_gpu": 2}}

@@ -23,6 +23,7 @@ PAGE = (ROOT / "docs" / "how-to" / "my-run-failed.md").read_text()
 # A CPU cannot raise these; the page names the source, or a public thread.
 FROM_SOURCES = (
     *("no kernel image is available", "is not compatible with the current PyTorch installation", "undefined symbol"),
+    *("CUDA Setup failed despite GPU being available", "Expected is_sm80 || is_sm90 to be true"),
     *("CUBLAS_STATUS_NOT_INITIALIZED", "Heartbeat monitor timed out", "Using RTX 4000 series"),
 )
 FROM_DEEPSPEED = {

@@ -227,6 +227,7 @@ REFUSED = [("cutoff_len", "512", "`--max_seq_length`"), ("sequence_len", "512", 
 REFUSED += [("lr", "1e-4", "`--learning_rate`"), ("train_batch_size", "2", "`--per_device_train_batch_size`")]
 REFUSED += [("use_peft", "true", "`--lora_r 16`"), ("dtype", "bfloat16", "`--bf16 false`")]
 REFUSED += [("config", "job.yaml", "`-- config.yaml --max_steps 8`")]
+REFUSED += [("fp8", "true", "`toolkit plan --fp8`")]
 REFUSED += [("num_processes", "2", "`toolkit train --num-processes 2 -- ...`")]
 REFUSED += [("assistant_only_loss", "false", "`--loss_on`"), ("flash_attention", "false", "`--attn_implementation`")]
 # What another name was once mistaken for.

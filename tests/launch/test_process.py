@@ -169,7 +169,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how: bool) -> tuple[str, int, Any]:
+def ended(folder: RunFolder, *, exit_code: int = 1, memory: bool = False, **how: Any) -> tuple[str, int, Any]:
     result = record_result(folder, ProcessResult(exit_code=exit_code, seconds=12.3456, **how), oom_killed=memory)
     run = folder.read_run()
     assert run is not None
@@ -216,6 +216,15 @@ def test_without_a_report_the_way_it_ended_decides_and_the_log_is_quoted(
     assert failure["message"].startswith(message)
     assert (failure["kind"], failure["rank"], failure["hint"]) == (status, None, f"see {folder.log}")
     assert json.loads(folder.failure_json.read_text()) == failure
+
+
+def test_a_disk_that_is_full_for_the_log_and_every_report_is_named_with_the_next_step(folder: RunFolder) -> None:
+    lines: list[str] = []
+    cut = run_command(python_command("print('step 1')"), Path("/dev/full"), on_line=lines.append)
+    *decided, failure = ended(folder, log_error=cut.log_error)
+    assert (lines, decided) == (["step 1"], ["failed", 1])
+    assert failure["message"].startswith(f"the run found the disk of {folder.path} full in phase start, step 0")
+    assert "free some space" in failure["hint"]
 
 
 REFUSED_BY_A_RANK = """

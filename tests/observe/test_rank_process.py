@@ -1,5 +1,6 @@
 """What the process of a rank imports, starts, and leaves behind."""
 
+import errno
 import gc
 import os
 import subprocess
@@ -113,3 +114,11 @@ def test_a_library_that_is_not_installed_is_reported_with_the_line_that_installs
     assert report_failure(missing, Progress(output_dir=tmp_path)) == 2
     assert read(tmp_path / "failure.json")["message"] == "a_library is not installed"
     assert "finetune-toolkit[train]'" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_launcher_names_the_next_step_on_a_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert report_failure(full, Progress(output_dir=tmp_path)) == 1
+    assert "hint: free some space" in capsys.readouterr().err

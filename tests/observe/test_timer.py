@@ -48,6 +48,17 @@ def ended(timer: ClockedTimer, seconds: float) -> Any:
     return timer._row(1, timer.step).own_seconds
 
 
+def test_a_log_of_one_step_has_only_what_the_line_of_the_step_lacks(
+    timer: ClockedTimer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer.step_lines.every_step = True
+    timer.step_lines.start(0)
+    for logs in ({"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "epoch": 1.0}, {"loss": 2.0, "entropy": 0.5}):
+        timer.print_log(1, logs)
+    timer.step_lines.end()
+    assert capsys.readouterr().out == "log at step 1, all ranks: entropy 0.5\n"
+
+
 def test_waits_and_backward_are_no_work_of_the_rank_itself(timer: ClockedTimer) -> None:
     """1 s of loading, 2 s of forward and 0.5 s in the optimizer. A wait within a wait changes nothing."""
     assert ended(timer, 0.5) is None  # unknown where backward was not reported

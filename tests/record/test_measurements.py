@@ -43,6 +43,18 @@ def test_step_seconds_are_the_slowest_ranks_and_tokens_are_summed_over_ranks() -
     assert (measured.step_seconds_median, measured.step_seconds_p90) == (1.0, 1.0)
 
 
+def test_speeds_and_peaks_are_those_of_the_preset_and_ranks_that_the_run_ended_under() -> None:
+    def steps(preset: str, ranks: int, seconds: float, peak: int) -> list[list[StepRow]]:
+        facts = {"preset": preset, "world_size": ranks, "seconds": seconds, "peak_allocated_bytes": peak}
+        return [[row(rank, step_of_process=n, **facts) for rank in range(ranks)] for n in (1, 2, 3)]
+
+    measured = measure([*steps("zero2", 2, 1.0, 9), *steps("zero2", 1, 2.0, 8)], untimed_steps=1)
+    assert (measured.timed_steps, measured.step_seconds_median, measured.peak_allocated_bytes) == (2, 2.0, 8)
+    measured = measure([*steps("zero2", 2, 1.0, 9), *steps("fsdp2", 2, 4.0, 5)], untimed_steps=1)
+    assert (measured.timed_step_numbers, measured.tokens_per_second, measured.peak_allocated_bytes) == ((5, 6), 50, 5)
+    assert (measured.summary()["steps"], len(measured.losses)) == (6, 6)
+
+
 def test_ranks_that_share_a_gpu_have_memory_and_losses_and_no_speed() -> None:
     steps = [[row(rank, ranks_per_gpu=2, peak_allocated_bytes=7, own_seconds=0.5) for rank in range(2)]] * 3
     measured = measure(steps, untimed_steps=1)

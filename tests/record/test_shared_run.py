@@ -67,7 +67,6 @@ def test_a_model_is_named_only_if_its_count_is_shipped(tmp_path: Path) -> None:
     [
         ({"run": {"status": "out_of_memory"}}, "ended as out_of_memory"),
         ({"run": {"rehearsal": {"rank": 0}, "measured": None}}, "rehearsal"),
-        ({"run": {"resumed_from": {"step": 2, "preset": "ddp"}}}, "began under ddp, and its figures are of both"),
         ({"run": {"schema_version": 2}}, "schema_version is 2, expected 1"),
         ({"attestation": {"verdict": "attestation_failed"}}, "not verified"),
         ({"attestation": {"preset": "zero3"}}, "not verified"),  # changed after its digest was made

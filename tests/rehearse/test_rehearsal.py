@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import check_answer
 from comparison_records import comparison, comparison_runner
 from launching import CPU_PRESETS, ROOT, SCRIPTS, cpu_environment, read, run_warm, toolkit
 from model_configs import LLAMA
@@ -210,6 +211,7 @@ def test_the_command_rehearses_real_rows_and_weights_and_marks_its_folder_as_a_r
     ended = toolkit(*command)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
+    check_answer("rehearse", found)
     assert (found["world_size"], found["rank"], found["gradient_bytes"]) == (8, 3, 4 * TINY_LLAMA // 8)
     assert found["compute_step_seconds"] is None
     assert found["not_measured"][-1].startswith("whether the rows of a pack are isolated")

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from command_line import check_answer
 from launching import toolkit
 from model_configs import LLAMA, NUM_PARAMS
 
@@ -30,7 +31,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
         given = ["--fake-tensors", "--json", "--", *words, "--accumulate", accumulate, *more]
         ended = toolkit("rehearse", "--preset", "fsdp2", "--num-processes", "4", *given)
         assert ended.returncode == 0, ended.stderr
-        return dict(json.loads(ended.stdout))
+        check_answer("rehearse", answer := dict(json.loads(ended.stdout)))
+        return answer
 
     return trace
 

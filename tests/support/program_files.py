@@ -125,5 +125,7 @@ PROGRAM_CASES = [
      f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\n", 6, None),
     ("unread-by-axolotl", f"{AXOLOTL}adapter: lora\nload_in_4bit: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\n", 5, None),
+    ("unread-by-axolotl", f"{AXOLOTL}optimizer: dion\ndion_rank_fraction: 0.25\n",
+     f"{AXOLOTL}optimizer: dion\ndion_rank_fraction: 0.25\noptim_args: {{rank_fraction: 0.25}}\n", 5, None),
     ("axolotl-fsdp-with-deepspeed", f"{AXOLOTL}deepspeed: zero3.json\n{FSDP}", f"{AXOLOTL}{FSDP}", 4, None),
 ]  # fmt: skip

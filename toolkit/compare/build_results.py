@@ -118,6 +118,7 @@ def build_results(
         method=ComparisonMethod(
             repeats=spec.repeats,
             order_seed=spec.order_seed,
+            search=is_search(folder),
             interval=significance.METHOD if spec.repeats > 1 else "none: single runs",
             ratio_confidence=significance.confidence_of(rows),
             target_interval=spec.target_interval,

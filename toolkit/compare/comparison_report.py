@@ -207,7 +207,7 @@ def about(results: Results) -> str:
     """Return the data, the hardware and the date in one line."""
     job, environment = results.job, results.environment
     datasets = [_short(name) for name in (job.dataset or "").split(", ") if name]
-    repeats = f"{counted(results.method.repeats, 'run')} of each"
+    repeats = f"{'up to ' * results.method.search}{counted(results.method.repeats, 'run')} of each"
     cpu = f"{environment.cpu or 'CPU'}, {environment.cpu_count or NOT_AVAILABLE} cores" if results.on_cpu else None
     versions = f"torch {environment.versions.get('torch', NOT_AVAILABLE)}"
     facts = (", ".join(datasets) or None, job.compute_dtype, repeats, cpu, versions, results.created[:10])
@@ -236,7 +236,7 @@ def notes(results: Results) -> list[str]:
         "Single runs on a CPU: their speeds vary by tens of per cent and are not shown.": hidden and results.on_cpu,
         f"Intervals: {method.interval}; a difference is claimed only where the ratio's interval"
         f" ({100 * method.ratio_confidence:.4g} %) excludes 1.": repeated,
-        f"Unclear: the interval includes 1 and reaches further than {percent(SAME_SPEED)} from it; more repeats narrow"
+        f"Unclear: the interval includes 1 and reaches further than {percent(SAME_SPEED)} from it; more trials narrow"
         " it.": repeated and any(verdict(row.ratio_interval) == "unclear" for row in rows),
         "Bytes are of one rank, the largest.": True,
         "tokens/s is of all ranks together, over the timed steps only.": any(row.has_speed for row in rows),

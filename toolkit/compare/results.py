@@ -109,6 +109,8 @@ class ComparisonMethod(Model):
     """Planned repeats of each row."""
     order_seed: int
     """Seed of the running order."""
+    search: bool = False
+    """Of `toolkit tune`."""
     interval: str
     """How intervals are computed, in words."""
     ratio_confidence: Share

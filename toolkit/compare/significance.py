@@ -223,9 +223,8 @@ def answer(results: Results) -> Answer:
         headline = f"Interrupted, of finished trials ({len(results.trials)}) only. {headline}"
     details = [f"{place}, {text}" if placed else text for place, one in answers.items() for text in one.details]
     unclear = [label for label, row in results.labelled_rows if verdict(row.ratio_interval) == "unclear"]
-    if unclear and "--repeats" not in headline:
-        repeats = results.method.repeats + MORE_REPEATS
-        details.append(f"the ratio of {_names(unclear)} is unclear: run `--resume --repeats {repeats}`")
+    if unclear and "--resume" not in headline:
+        details.append(f"the ratio of {_names(unclear)} is unclear: {_more_trials(results)}")
     recommends = any(one.recommends for one in answers.values())
     return Answer(headline=headline, details=(*details, *_about_all(results)), recommends=recommends)
 
@@ -248,13 +247,16 @@ def _answer_at(results: Results, world_size: int) -> Answer:
     if len(ranked) == 1:
         return Answer(headline=f"Take {ranked[0][0]}, the only one that can be compared", details=(), recommends=True)
     if not ranked or not all(row.repeated for _, row in ranked):
-        why = (
-            f"single runs have no intervals: run `--resume --repeats {FEWEST_REPEATS}`"
-            if ranked
-            else "no speed is known"
-        )
+        why = f"single runs have no intervals: {_more_trials(results)}" if ranked else "no speed is known"
         return Answer(headline=f"Not decided yet: {why}", details=tuple(_least_memory(results, ranked)))
     return _decide(results, world_size, ranked)
+
+
+def _more_trials(results: Results) -> str:
+    if results.method.search:  # whose settings have as many trials as it needed
+        return "`toolkit tune` with `--resume` continues the search"
+    repeats = results.method.repeats
+    return f"run `--resume --repeats {FEWEST_REPEATS if repeats == 1 else repeats + MORE_REPEATS}`"
 
 
 def _decide(results: Results, world_size: int, ranked: Sequence[LabelledRow]) -> Answer:
@@ -277,8 +279,7 @@ def _decide(results: Results, world_size: int, ranked: Sequence[LabelledRow]) ->
     pick = max(close, key=lambda labelled: labelled[1].useful_speed, default=None)
     if pick is None or any(memory(labelled) < memory(pick) for labelled in unclear):
         names = _names([label for label, _ in (*unclear, *fast[:1])][:4])
-        repeats = results.method.repeats + MORE_REPEATS
-        why = f"the speeds of {names} differ by less than their intervals: run `--resume --repeats {repeats}`"
+        why = f"the speeds of {names} differ by less than their intervals: {_more_trials(results)}"
         return Answer(headline=f"Not decided yet: {why}", details=tuple(_least_memory(results, ranked)))
     baseline = next((labelled for labelled in ranked if labelled[1] is results.baseline(world_size)), pick)
     if pick[1] is not baseline[1]:

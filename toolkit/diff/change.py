@@ -1,6 +1,7 @@
 """Compare the configuration files of a git commit with those of the working tree."""
 
 import contextlib
+import difflib
 import fnmatch
 import math
 import os
@@ -24,6 +25,7 @@ from toolkit.plan.planner import make_plans, plan_request
 from toolkit.units import gib
 
 PlanRow = dict[str, Any]
+SHOWN_LINES = 6
 PLANNED = ("preset", "world_size", "gpu", "verdict", "planned_peak_bytes", "headroom_bytes", "step_seconds")
 
 
@@ -35,6 +37,8 @@ class FileChange:
     status: str  # `added`, `changed` or `removed`
     new: list[Finding]
     gone: list[Finding]
+    lines: tuple[int, ...] = ()
+    """Numbers of the changed lines, in the file as it is now; of a removal the line before which it was."""
     before: PlanRow | None = None
     now: PlanRow | None = None
     not_planned: str = ""
@@ -46,7 +50,7 @@ class FileChange:
         return self.now is not None and _is_over(self.now) and (self.before is None or not _is_over(self.before))
 
     def plan_line(self) -> str:
-        """Return what became of the plan: `was 61.0 GiB, now 83.0 GiB: does not fit h100`."""
+        """Return what became of the plan: `was 61.0 GiB, now 83.0 GiB: does not fit h100; lines 4, 9`."""
         if self.now is None:
             return f"not planned: {self.not_planned}" if self.not_planned else ""
         words = {"fits": "fits", "does_not_fit": "does not fit", "too_close": "is too close to call on"}
@@ -57,7 +61,9 @@ class FileChange:
         was = "" if self.before is None else f"was {gib(self.before['planned_peak_bytes'])}, "
         if self.before is not None and self.before["planned_peak_bytes"] == now:
             was = "unchanged, "
-        return f"{was}now {gib(now)}: {verdict}"
+        shown = ", ".join(map(str, self.lines[:SHOWN_LINES])) + ", ..." * (len(self.lines) > SHOWN_LINES)
+        lines = f"; line{'s' * (len(self.lines) > 1)} {shown}" if was.startswith("was") and self.lines else ""
+        return f"{was}now {gib(now)}: {verdict}{lines}"
 
     def as_row(self) -> dict[str, Any]:
         """Return the change as `toolkit diff --json` prints it."""
@@ -66,6 +72,7 @@ class FileChange:
             "status": self.status,
             "new": list(map(asdict, self.new)),
             "gone": list(map(asdict, self.gone)),
+            "lines": list(self.lines),
             "stops_fitting": self.stops_fitting,
             "not_planned": self.not_planned or None,
             "before": self.before,
@@ -111,6 +118,7 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
                     status=status[name],
                     new=[each for key, each in here.items() if key not in was and key not in alone],
                     gone=[each for key, each in was.items() if key not in here],
+                    lines=_changed_lines(old / name, Path(name)),
                     before=None if shown is None else earlier.get((shown["preset"], shown["world_size"])),
                     now=shown,
                     not_planned=why,
@@ -143,6 +151,13 @@ def _inside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
         return tarfile.data_filter(member, folder)
     except tarfile.FilterError:
         return None
+
+
+def _changed_lines(before: Path, now: Path) -> tuple[int, ...]:
+    old, new = (file.read_text(errors="replace").splitlines() if file.is_file() else [] for file in (before, now))
+    blocks = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+    changed = [range(start, max(start + 1, end)) for kind, _, _, start, end in blocks if kind != "equal"]
+    return tuple(min(number + 1, len(new)) for lines in changed for number in lines if new)
 
 
 def _linted(file: Path, root: Path) -> list[Finding] | None:

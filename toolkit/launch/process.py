@@ -23,11 +23,11 @@ from toolkit.errors import EXIT_INVALID_INPUT, printed_errors
 from toolkit.files.secrets import hide_secrets
 from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand, inherited_environment
 from toolkit.record import status
-from toolkit.record.checkpoints import describe_latest_checkpoint, resume_hint
+from toolkit.record.checkpoints import describe_full_disk, describe_latest_checkpoint, resume_hint
 from toolkit.record.folder import RunFolder, read_json, write_json
 from toolkit.record.heartbeat import read_heartbeats
 from toolkit.record.measurements import last_step
-from toolkit.record.status import describe_host_oom, is_out_of_memory
+from toolkit.record.status import describe_host_oom, is_disk_full, is_out_of_memory
 
 GRACE_SECONDS = 15.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,6 +51,7 @@ class ProcessResult:
     pid: int | None = None
     timed_out: bool = False
     interrupted: bool = False
+    log_error: OSError | None = None  # why a line is missing in the log
 
 
 def run_command(
@@ -70,18 +71,19 @@ def run_command(
     """
     started = time.monotonic()
     timed_out = interrupted = interrupted_twice = False
-    with log.open("a", encoding="utf-8", errors="replace") as file, terminate_as_interrupt():
+    errors: list[OSError] = []
+    with log.open("ab", buffering=0) as file, terminate_as_interrupt():  # closing it cannot fail on a full disk
         process = start_process(command, inherit)
         lines: queue.Queue[str | None] = queue.Queue()  # None at the end
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         try:
             deadline = timeout_seconds and started + timeout_seconds
-            timed_out = not _follow(process, lines, file, on_line, deadline=deadline)
+            timed_out = not _follow(process, lines, file, errors, on_line, deadline=deadline)
         except KeyboardInterrupt:
             interrupted = True
             try:
                 if ask_to_stop is not None and ask_to_stop():
-                    _follow(process, lines, file, on_line, deadline=time.monotonic() + stop_seconds)
+                    _follow(process, lines, file, errors, on_line, deadline=time.monotonic() + stop_seconds)
             except KeyboardInterrupt:
                 interrupted_twice = True
         finally:
@@ -93,6 +95,7 @@ def run_command(
         pid=process.pid,
         timed_out=timed_out,
         interrupted=interrupted,
+        log_error=errors[0] if errors else None,
     )
 
 
@@ -121,7 +124,8 @@ def end_with_parent() -> None:
 def _follow(
     process: subprocess.Popen[str],
     lines: queue.Queue[str | None],
-    file: IO[str],
+    file: IO[bytes],
+    errors: list[OSError],
     on_line: Callable[[str], None],
     *,
     deadline: float | None,
@@ -141,9 +145,10 @@ def _follow(
             process.wait()
             return True
         line = hide_secrets(line)
-        with contextlib.suppress(OSError):  # a full disk: the ranks report it, and the line is still printed
-            file.write(line)
-            file.flush()
+        try:
+            file.write(line.encode(errors="replace"))
+        except OSError as error:  # the line is still printed
+            errors.append(error)
         on_line(line.rstrip("\n"))
 
 
@@ -276,6 +281,10 @@ def _unreported_failure(folder: RunFolder, final_status: str, ended: ProcessResu
     printed = printed_errors(log) if refused and final_status == status.FAILED else []
     if printed:  # by a rank that refused its input before it had a run folder
         return _failure(status.FAILED, printed[0].message, printed[0].hint) | {"invalid_input": True}
+    if final_status == status.FAILED and (is_disk_full(ended.log_error) or is_disk_full(OSError(log))):
+        rank = next(iter(read_heartbeats(folder.path / "ranks")), None)  # none of them could write failure.json
+        phase, step = (None, 0) if rank is None else (rank.phase, rank.step)
+        return _failure(final_status, *describe_full_disk(folder.checkpoints, "the run", phase or "start", step))
     checkpoint = describe_latest_checkpoint(folder.checkpoints)
     causes: dict[str, str] = {
         status.INTERRUPTED: f"ended by a signal, without a checkpoint of its last step; {checkpoint}",

@@ -78,7 +78,10 @@ def report_failure(error: BaseException, progress: Progress) -> int:
         is_printed, error.is_printed = getattr(error, "is_printed", False), True  # type: ignore[attr-defined]
         text = "" if is_printed else f"error ({where}): {type(error).__name__}: {error}\n{script_traceback(error)}"
     with _REPORTING:
-        _report(_failure(error, kind, rank, progress) | {"invalid_input": invalid_input}, progress, code, text)
+        failure = _failure(error, kind, rank, progress)
+        if failure["hint"] and not isinstance(error, ToolkitError):  # failure.json may have no place
+            text += f"error: {failure['message']}\n  hint: {failure['hint']}"
+        _report(failure | {"invalid_input": invalid_input}, progress, code, text)
     return code
 
 

@@ -48,6 +48,7 @@ class ObservedRun:
     progress: Progress
     rank: int
     world_size: int
+    preset: str | None = None
     resumed_step: int = 0  # the step of the checkpoint that the run resumes from; 0 without one
     continues: bool = False  # true if the run resumes from a checkpoint, and keeps rows and log
     single_process: bool = False  # true where this process is the only one, whatever its rank and world size

@@ -294,6 +294,7 @@ class StepEvents(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         timer, lines = self.observer.timer, self.observer.timer.step_lines
+        lines.every_step = args.logging_strategy == "steps" and args.logging_steps == 1
         lines.max_steps = state.max_steps  # known once the Trainer has counted the batches
         self.observer.end_step(state.global_step, is_saved=control.should_save)
         if lines.stop_after_steps is not None and state.global_step >= timer.resumed_step + lines.stop_after_steps:
@@ -400,8 +401,9 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
         if writes:
             folder.hold()
     progress.attempt_id, nodes = claim_folder(path, writes=writes, gather=gather_from_ranks)
-    run = ObservedRun(folder=folder, progress=progress, rank=args.process_index, world_size=args.world_size)
     name, files = (None, {}) if preset is None else (preset.name, preset.texts())
+    rank, size = args.process_index, args.world_size
+    run = ObservedRun(folder=folder, progress=progress, rank=rank, world_size=size, preset=name)
     numbers = ("seed", "max_steps", "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps")
     spec = {key: getattr(args, key, None) for key in numbers}  # a loop on accelerate does not show all
     if hasattr(args, "train_batch_size"):

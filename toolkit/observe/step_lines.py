@@ -30,6 +30,8 @@ class StepLines:
         self.stop_after_steps: int | None = None
         """Steps of this process, where it ends earlier."""
         self.resumed_step = self.printed_step = run.resumed_step
+        self.every_step = False
+        """True where each step is logged: then each has a line, as far back as the ends of the rows' files reach."""
         self.warned = False
         self.first_seen = (0, 0.0)
         self.ended = threading.Event()
@@ -66,11 +68,13 @@ class StepLines:
         now = time.monotonic()
         if not self.first_seen[0]:
             self.first_seen = step, now
-        done, self.printed_step = step - self.first_seen[0], step
+        done, printed, self.printed_step = step - self.first_seen[0], self.printed_step, step
         limit = self.stop_after_steps and self.resumed_step + self.stop_after_steps
         last = min(filter(None, (self.max_steps, limit)), default=0)
         left = (now - self.first_seen[1]) / done * (last - step) if done and last > step else None
-        lines = [step_line(steps[-1], max_steps=last, seconds_left=left)]
+        new = [each for each in steps[:-1] if self.every_step and each[0].step > printed]
+        lines = [step_line(each, max_steps=last, seconds_left=None) for each in new]
+        lines.append(step_line(steps[-1], max_steps=last, seconds_left=left))
         if not self.warned and (untrained := untrained_steps(steps)):
             self.warned = True
             lines.append(

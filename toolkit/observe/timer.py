@@ -30,6 +30,8 @@ from toolkit.record.heartbeat import peak_resident_bytes
 from toolkit.record.measurements import GpuReading, MemoryByPhase, StepRow, drop_rows_after
 
 SECONDS_BETWEEN_NVML_QUERIES = 1.0
+# Of a log of one step: what the step's line shows, and what the schedule says.
+IN_STEP_LINES = {"loss", "grad_norm", "learning_rate"}
 
 
 class CompilerEvents(NamedTuple):
@@ -209,7 +211,9 @@ class StepTimer:
     def print_log(self, step: int, logs: Mapping[str, Any]) -> None:
         """Print the Trainer's logged means over all ranks, without its own speeds, which count untimed steps."""
         shown = {name: value for name, value in logs.items() if name not in ("epoch", "total_flos")}
-        if not shown.keys() & {"train_runtime", "eval_loss"}:
+        if self.step_lines.every_step and self.step_lines.thread is not None:
+            shown = {name: value for name, value in shown.items() if name not in IN_STEP_LINES}
+        if shown and not shown.keys() & {"train_runtime", "eval_loss"}:
             words = "  ".join(f"{name} {value:.6g}" for name, value in shown.items() if isinstance(value, (int, float)))
             print(f"log at step {step}, all ranks: {words}", flush=True)
 
@@ -278,6 +282,7 @@ class StepTimer:
             step_of_process=number - self.resumed_step,
             rank=self.rank,
             world_size=None if self.run.single_process else self.run.world_size,
+            preset=self.run.preset,
             ranks_per_gpu=sharing_ranks(),
             seconds=self._seconds(step.start, step.end),
             own_seconds=own_seconds if len(turns) > 2 else None,  # unknown where backward was never reported

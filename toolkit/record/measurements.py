@@ -185,6 +185,7 @@ class StepRow(BaseModel):
     step_of_process: PositiveInt | None = None
     rank: NonNegativeInt
     world_size: PositiveInt | None = None
+    preset: str | None = None
     ranks_per_gpu: PositiveInt | None = None  # ranks that shared its GPU; None where it had its own
     seconds: NonNegativeFinite
     own_seconds: NonNegativeFinite | None = None
@@ -265,12 +266,13 @@ def read_steps(folder: RunFolder) -> list[list[StepRow]]:
 def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
     """Reduce the rows of all ranks: seconds by the slowest rank, tokens by sum, peaks by maximum.
 
-    A resumed run has untimed steps again, since its processes are new. Ranks that share a GPU have no speeds: each
-    waits for the others' kernels.
+    A resumed run has untimed steps again, since its processes are new. Where it resumed under another preset or number
+    of ranks, speeds and peaks are those of its last. Ranks that share a GPU have no speeds: each waits for the others'
+    kernels.
     """
     by_number = timed_steps(steps, untimed_steps=untimed_steps)
     timed = list(by_number.values())
-    ranks, rows = _by_rank(timed), [row for step in steps for row in step]
+    ranks, rows = _by_rank(timed), [row for step in _of_last_preset(steps).values() for row in step]
     seconds = _over_ranks(timed, "seconds", max)
     total, text = _total(_counted(timed, "tokens")), _total(_counted(timed, "non_padding_tokens"))
 
@@ -318,9 +320,15 @@ def measure(steps: list[list[StepRow]], *, untimed_steps: int) -> Measurements:
 
 
 def timed_steps(steps: list[list[StepRow]], *, untimed_steps: int) -> dict[int, list[StepRow]]:
-    """Return the steps whose time counts, by number from 1: after the first ones of the process, and not profiled."""
-    numbered = enumerate(steps, 1)
+    """Return the steps whose time counts, by number from 1: not the first ones of a process, nor profiled ones."""
+    numbered = _of_last_preset(steps).items()
     return {n: step for n, step in numbered if (step[0].step_of_process or n) > untimed_steps and not step[0].profiled}
+
+
+def _of_last_preset(steps: list[list[StepRow]]) -> dict[int, list[StepRow]]:
+    """Return the steps under the preset and number of ranks of the last one, by number from 1."""
+    settings = [(step[0].preset, step[0].world_size) for step in steps]
+    return {n: step for n, step in enumerate(steps, 1) if settings[n - 1] == settings[-1]}
 
 
 def rank_skew(steps: list[list[StepRow]]) -> float | None:

@@ -115,7 +115,6 @@ class RecordedRun(_RunFile):
     argv: tuple[str, ...] | None = None
     hardware: dict[str, Any] | None = None
     rehearsal: dict[str, Any] | None = None
-    resumed_from: dict[str, Any] | None = None
     measured: Figures | None = None
     status: RecordedStatus = "failed"
     wall_seconds: NonNegativeReal | None = None

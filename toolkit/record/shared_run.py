@@ -16,7 +16,7 @@ from toolkit.hardware.gpu_table import known_gpu
 from toolkit.installation import LIBRARIES, PACKAGE
 from toolkit.models.read_model import known_models
 from toolkit.record.folder import RunFolder, content_sha256
-from toolkit.record.measurements import read_steps
+from toolkit.record.measurements import read_steps, timed_steps
 from toolkit.record.reading import RankReading
 from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run, read_run_file
 from toolkit.record.status import COMPLETED
@@ -80,8 +80,6 @@ class SharedRun(BaseModel):
             why = "is a rehearsal: one rank of a world that was not there"
         elif run.status != COMPLETED or figures is None:
             why = f"ended as {run.status}"
-        elif (began := (run.resumed_from or {}).get("preset") or run.preset) != run.preset:
-            why = f"began under {began}, and its figures are of both presets"
         elif digest is None:
             why = "is not verified: attestation.json is missing, changed, or not `attested`"
         if why is not None:
@@ -89,8 +87,8 @@ class SharedRun(BaseModel):
         assert figures is not None
         versions = run.versions or {}
         model, data, plan = spec.get("model") or {}, spec.get("data") or {}, _plan(folder)
-        steps = [[row.seconds for row in rows if row.seconds] for rows in read_steps(folder)]
-        seconds = [max(ranks) for ranks in steps[model.get("untimed_steps") or 0 :] if ranks]
+        timed = timed_steps(read_steps(folder), untimed_steps=model.get("untimed_steps") or 0)
+        seconds = [max(row.seconds for row in rows) for rows in timed.values()]
         world_size = run.world_size or 1
         speed, name = figures.tokens_per_second, str(model.get("model_name_or_path"))
         fields = {

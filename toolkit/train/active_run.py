@@ -95,6 +95,7 @@ def open_run(
         folder=folder,
         rank=rank,
         world_size=world_size,
+        preset=None if launch.preset is None else launch.preset.name,
         checkpoint=checkpoint,
         resumed_step=0 if checkpoint is None else checkpoint.step,
         continues=checkpoint is not None,
