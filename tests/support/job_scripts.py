@@ -472,6 +472,10 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 9"),
      TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 8"), 5, SKY),
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 3"), TASK, 5, SKY),
+    ("more-processes-than-granted", "resources: {accelerators: {H100: 2}}\nrun: torchrun --nproc_per_node 4 x.py\n",
+     "resources: {accelerators: {H100: 2, A100: 8}}\nrun: torchrun --nproc_per_node 4 x.py\n", 2, SKY),
+    ("shell-slip", "source ~/.bashrc\nLR=1\nf() {\n  torchrun x.py --lr $LR_$1\n",
+     "LR=1\n. ./e.sh\ntorchrun x.py --lr $LR_$1\n", 4, "run.sh"),
     # what Kubernetes and kubeflow's operator refuse
     *(("refused-value", changed(KUBERNETES, old, bad), KUBERNETES, line, "job.yaml")
       for old, bad, line in (("Never", "Always", 6), ("gpu: 2}}", "gpus: 2}}", 9), ('"8"', "8", 10),

@@ -18,12 +18,15 @@ OPTIONS = re.compile(r"[\"'][\s\\]*--?[a-zA-Z][^\"']*\s--?[a-zA-Z]")
 BEHIND_OPTION = re.compile(r"(?:^|\s)--?[\w-]+(?:[ \t]|\\\n)+$|=$")
 USED = r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))"
 # What may set variables that the file does not show.
-SETS_OTHERS = r"(?:^|[;&|]|\bthen\b|\bdo\b)[ \t]*(?:source|\.|eval|set[ \t]+-a|set[ \t]+-o[ \t]+allexport)[ \t]"
+SETS_OTHERS = (
+    r"(?:^|[;&|]|\bthen\b|\bdo\b)[ \t]*(?:set[ \t]+(?:-a|-o[ \t]+allexport)\b|(?:source|\.|eval)[ \t]"
+    r"(?!.*(?:activate|conda|mamba|bashrc|profile|modules?/|pyenv)))"  # which set their own
+)
 # Without `$`, with a default or a test, or asked for by `-n` or `-z`: the author knows that it may be unset.
 MENTIONED = r"(?<![\w$])NAME\b(?<!\$\{NAME)|\$\{[#!]?NAME[^\w}]|-[nzv] +\"?\$\{?NAME\b"
 HEAD_OF_JOB = re.compile(r"(?!#!)(?:[ \t]*(?:#[^\n]*)?\n)*?#SBATCH")  # without a line that names a shell
 OF_SHELL = re.compile(r"#!.*\b(?:ba|da)?sh\b|(?!#!)")
-PARSED = re.compile(r"line (\d+): (syntax error near.*|unexpected EOF.*)")
+PARSED = re.compile(r"line (\d+): (syntax error near.*|syntax error: unexpected end.*|unexpected EOF.*)")
 PLACEHOLDER = re.compile(r"<[\w ./-]+>|\{\{|\{%")
 
 
