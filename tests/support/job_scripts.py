@@ -482,6 +482,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
                              ("gpu: 2}}", "gpu: 2}, requests: {nvidia.com/gpu: 1}}", 9), ("/dev/shm", "/tmp", 8),
                              ("name: shm, mount", "name: a, mount", 11), ('"$(N)"', '"$N"', 12),
                              ("torchrun, ", '"torchrun --tee 3", ', 12))),
+    ("refused-value", PYTORCH_JOB.replace("replicas: 1", "replicas: 2").replace("LAUNCHER", "torchrun"),
+     PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 6, "job.yaml"),
     ("refused-value", PYTORCH_JOB.replace("name: pytorch", "name: a").replace("LAUNCHER", "torchrun"),
      PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 9, "job.yaml"),
 ]  # fmt: skip
