@@ -475,12 +475,18 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 9"),
      TASK.replace("--nnodes 2", "--nnodes 2 --nproc_per_node 8"), 5, SKY),
     ("more-processes-than-granted", TASK.replace("--nnodes 2", "--nnodes 3"), TASK, 5, SKY),
+    ("more-processes-than-granted", "resources: {accelerators: {H100: 2}}\nrun: torchrun --nproc_per_node 4 x.py\n",
+     "resources: {accelerators: {H100: 2, A100: 8}}\nrun: torchrun --nproc_per_node 4 x.py\n", 2, SKY),
+    ("shell-slip", "source ~/.bashrc\nLR=1\nf() {\n  torchrun x.py --lr $LR_$1\n",
+     "LR=1\n. ./e.sh\ntorchrun x.py --lr $LR_$1\n", 4, "run.sh"),
     # what Kubernetes and kubeflow's operator refuse
     *(("refused-value", changed(KUBERNETES, old, bad), KUBERNETES, line, "job.yaml")
       for old, bad, line in (("Never", "Always", 6), ("gpu: 2}}", "gpus: 2}}", 9), ('"8"', "8", 10),
                              ("gpu: 2}}", "gpu: 2}, requests: {nvidia.com/gpu: 1}}", 9), ("/dev/shm", "/tmp", 8),
                              ("name: shm, mount", "name: a, mount", 11), ('"$(N)"', '"$N"', 12),
                              ("torchrun, ", '"torchrun --tee 3", ', 12))),
+    ("refused-value", PYTORCH_JOB.replace("replicas: 1", "replicas: 2").replace("LAUNCHER", "torchrun"),
+     PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 6, "job.yaml"),
     ("refused-value", PYTORCH_JOB.replace("name: pytorch", "name: a").replace("LAUNCHER", "torchrun"),
      PYTORCH_JOB.replace("LAUNCHER", "torchrun"), 9, "job.yaml"),
 ]  # fmt: skip

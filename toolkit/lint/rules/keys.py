@@ -261,7 +261,11 @@ def _wrong_types_of_axolotl(doc: Document) -> Iterator[Match]:
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.15.1", fix="a value of the type that the message names")
 def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
     """The key takes another type: DeepSpeed raises in every rank, or on first use."""
-    return _wrong_types(doc, DEEPSPEED_BLOCKS)
+    yield from _wrong_types(doc, DEEPSPEED_BLOCKS)
+    for block in ("optimizer.params", "scheduler.params"):
+        for name, value in doc.block(block).items():
+            if isinstance(value, str) and as_float(value) is not None:
+                yield Match(f"{block}.{name}", f"{shorten(value)} is text, and no number", "the number without quotes")
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="a value of the type that it names", for_every_program=True)

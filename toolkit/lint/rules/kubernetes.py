@@ -24,6 +24,10 @@ def refusals(doc: Document) -> Iterator[Match]:
         check_yaml(doc.text, doc.path, CONFIGURATION)
         for root in yaml.compose_all(doc.text, Loader=LOADER):
             kind = word_at(root, "kind")
+            master = node_at(root, "spec", "pytorchReplicaSpecs", "Master", "replicas")
+            if isinstance(master, yaml.ScalarNode) and master.value != "1":
+                message = f"{shorten(master.value)} masters are refused"
+                yield _match("replicas", message, "1, and the others as Worker", master.start_mark.line + 1)
             for node in _mappings(root, set()):
                 if isinstance(node_at(node, "containers"), yaml.SequenceNode):
                     yield from _refused_pod(node, kind)

@@ -338,7 +338,9 @@ def _granted(doc: Document, call: LauncherCall) -> int | None:
         names = ("gpus-per-node", "gres", *(["gpus", "G"] if (doc.script.nodes or 1) == 1 else []))
         granted = [found for name in names if (found := GRANTED.fullmatch(directives.get(name, ("", 0))[0]))]
     elif doc.kind == SKYPILOT:
-        granted = [*re.finditer(r"^[A-Za-z][\w-]*:(\d+)$", str(doc.get("resources.accelerators")))]
+        named = doc.get("resources.accelerators")  # `H100:8`, or {H100: 8}, where several are a choice
+        named = ", ".join(f"{key}:{value}" for key, value in named.items()) if isinstance(named, dict) else str(named)
+        granted = [*re.finditer(r"^[A-Za-z][\w-]*:(\d+)$", named)]
     else:
         granted = [found for found, line in doc.script.find(rf"{GPUS_OF_CONTAINER}=(\d*)") if line <= call.line][-1:]
     return as_int(granted[0][1]) if granted else None

@@ -1,10 +1,12 @@
 """Slips that bash takes for something else: patterns of a table, quotes, names of variables, and its grammar."""
 
 import contextlib
+import itertools
 import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,16 +17,21 @@ from toolkit.lint.findings import ERROR, Match, rule
 from toolkit.lint.rules.shell import in_spans
 
 QUOTED = re.compile(r"(?<=[ \t=])(?:\"\$\{?(\w+)\}?\"|'\$\{?(\w+)\}?')(?=\s|$)")  # and nothing else in the quotes
+ASSIGNED = re.compile(r"(?m)^[ \t]*(?:export +)?([A-Za-z_]\w*)\+?=(\"(?:\\.|[^\"\\])*\"|'[^']*'|\S*)")
 OPTIONS = re.compile(r"[\"'][\s\\]*--?[a-zA-Z][^\"']*\s--?[a-zA-Z]")
 BEHIND_OPTION = re.compile(r"(?:^|\s)--?[\w-]+(?:[ \t]|\\\n)+$|=$")
+MAX_NAMES = 300  # of one script: each is looked for in all of its text
 USED = r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))"
 # What may set variables that the file does not show.
-SETS_OTHERS = r"(?:^|[;&|]|\bthen\b|\bdo\b)[ \t]*(?:source|\.|eval|set[ \t]+-a|set[ \t]+-o[ \t]+allexport)[ \t]"
+SETS_OTHERS = (
+    r"(?:^|[;&|]|\bthen\b|\bdo\b)[ \t]*(?:set[ \t]+(?:-a|-o[ \t]+allexport)\b|(?:source|\.|eval)[ \t]"
+    r"(?!.*(?:activate|conda|mamba|bashrc|profile|modules?/|pyenv)))"  # which set their own
+)
 # Without `$`, with a default or a test, or asked for by `-n` or `-z`: the author knows that it may be unset.
 MENTIONED = r"(?<![\w$])NAME\b(?<!\$\{NAME)|\$\{[#!]?NAME[^\w}]|-[nzv] +\"?\$\{?NAME\b"
 HEAD_OF_JOB = re.compile(r"(?!#!)(?:[ \t]*(?:#[^\n]*)?\n)*?#SBATCH")  # without a line that names a shell
 OF_SHELL = re.compile(r"#!.*\b(?:ba|da)?sh\b|(?!#!)")
-PARSED = re.compile(r"line (\d+): (syntax error near.*|unexpected EOF.*)")
+PARSED = re.compile(r"line (\d+): (syntax error near.*|syntax error: unexpected end.*|unexpected EOF.*)")
 PLACEHOLDER = re.compile(r"<[\w ./-]+>|\{\{|\{%")
 
 
@@ -69,7 +76,12 @@ def _unparsed(doc: Document) -> Iterator[Match]:
     command = [bash, "--norc", "--noprofile", "-O", "extglob", "-n"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            command, input=text.encode(), capture_output=True, env={"LC_ALL": "C"}, timeout=5, check=False
+            command,
+            input=text.encode(errors="replace"),
+            capture_output=True,
+            env={"LC_ALL": "C"},
+            timeout=5,
+            check=False,
         )
         found = PARSED.search(done.stderr.decode(errors="replace")) if done.returncode == 2 else None
         line = min(int(found[1]), len(lines)) if found else 0
@@ -81,7 +93,9 @@ def _unparsed(doc: Document) -> Iterator[Match]:
 
 def _quoted_variables(script: JobScript) -> Iterator[Match]:
     """Yield variables of a launcher's command in quotes that make one word of several options, or none of a name."""
-    starts = [call.line for call in script.calls]
+    starts, assigned = [call.line for call in script.calls], defaultdict(list)
+    for found in ASSIGNED.finditer(script.text):
+        assigned[found[1]].append(found[2])
     for start, end in script.commands:
         first, last = script.line_at(start), script.line_at(max(start, end - 1))
         command = script.text[start:end]
@@ -89,9 +103,8 @@ def _quoted_variables(script: JobScript) -> Iterator[Match]:
             continue
         for found in QUOTED.finditer(command):
             name, span = found[1] or found[2], (start + found.start(), start + found.end())
-            assigned = rf"(?m)^[ \t]*(?:export +)?{name}\+?=(\"(?:\\.|[^\"\\])*\"|'[^']*'|\S*)"
-            values, line = re.findall(assigned, script.text), script.line_at(span[0])
-            is_value = BEHIND_OPTION.search(command[: found.start()])
+            values, line = assigned[name], script.line_at(span[0])
+            is_value = BEHIND_OPTION.search(command[max(0, found.start() - 200) : found.start()])
             if span in script.strings and len(values) == 1 and OPTIONS.match(values[0]) and not is_value:
                 message = f"{found[0]} is one word: the program takes all of its options for one argument"
                 yield Match(name, message, f"`${name}`, or an array", line=line)
@@ -110,8 +123,8 @@ def _unset_variables(doc: Document) -> Iterator[Match]:
     envs = {*doc.block("envs"), *doc.block("secrets")} if doc.kind == SKYPILOT else set()
     assigned = envs | {found[1] for found, _ in script.find(r"(?<![\w$./{-])([A-Za-z_]\w*)=")}
     exported = {found[1] for found, _ in script.find(r"\bexport[ \t]+(?:\w+=\S+[ \t]+)*([A-Za-z_]\w*)")}
-    idle = {name for name in assigned - exported - {*known} if not re.search(rf"\$\{{?{name}\b", doc.text)}
-    for name, found in uses.items():
+    idle = assigned - exported - {*known, *re.findall(r"\$\{?[#!]?(\w+)", doc.text)}
+    for name, found in itertools.islice(uses.items(), MAX_NAMES):
         if name in {*known, *of_slurm, *envs} or re.search(MENTIONED.replace("NAME", name), script.text):
             continue
         meant, message = name.rstrip("_"), "bash takes the `_` for a part of the name: it is empty"
