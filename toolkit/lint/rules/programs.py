@@ -15,13 +15,18 @@ from toolkit.lint.rules.settings import is_grpo, is_template, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
+DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")  # of TRL's DatasetConfig
+OF_OTHERS = {"dataset_name": "path", "dataset": "path", "subset": "name", "config": "name", "weight": "fraction"}
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 MOST_STRANGE = 2  # settings without a likeness, above which a file of axolotl is of a fork or another version
 
 
-@rule(ERROR, AXOLOTL, library="axolotl", fix="a value of that form")
+@rule(ERROR, AXOLOTL, TRAINER, library="axolotl", fix="a value of that form")
 def refused_dataset(doc: Document) -> Iterator[Match]:
-    """axolotl refuses it."""
+    """axolotl or TRL refuses it."""
+    if doc.kind == TRAINER:
+        yield from _refused_by_trl(doc)
+        return
     for block in ("datasets", "test_datasets"):
         entries = doc.get(block) if isinstance(doc.get(block), list) else []
         for entry in filter(lambda each: isinstance(each, dict), entries):
@@ -31,6 +36,23 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
                 value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
                 if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value):
                     yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
+
+
+def _refused_by_trl(doc: Document) -> Iterator[Match]:
+    """Entries that TRL's `DatasetConfig` does not take: a script of one's own may take text, and more names."""
+    is_its = doc.start is not None and str(doc.start.script).startswith("trl ")
+    level = None if is_its else WARNING
+    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else []
+    entries = entries if isinstance(entries, list) else []
+    is_its |= any(isinstance(entry, dict) and "path" in entry for entry in entries)
+    for entry in entries if is_its else ():
+        names = [str(key) for key in entry if key not in DATASET] if isinstance(entry, dict) else []
+        if names:
+            instead = OF_OTHERS.get(names[0]) or nearest(names[0][:100], DATASET)
+            fix = f"`{instead}`" if instead and instead not in entry else "remove it"
+            yield Match("datasets", f"an entry has no `{shorten(names[0])}`", fix, level=level, library="trl")
+        elif not isinstance(entry, dict) or "path" not in entry:
+            yield Match("datasets", f"{shorten(entry)} has no `path`", "`- path: NAME`", level=level, library="trl")
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:
