@@ -194,6 +194,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
         ("refused-by-trl", f"{KTO} --per_device_train_batch_size 1", f"{KTO} --per_device_train_batch_size 2"),
         ("refused-by-trl", f"{KTO} --load_in_4bit", f"{KTO} --load_in_4bit --use_peft"),
         ("refused-by-trl", f"{KTO} --load_in_8bit", f"{KTO} --load_in_8bit --use_peft"),
+        ("unknown-trl-setting", f"{KTO} --lora_rank 8", f"{KTO} --lora_alpha 8 --mixed_precision bf16"),
+        ("unknown-trl-setting", f"{KTO} --packing", f"{KTO} --beta 0.1"),
         ("unread-by-trl", f"{KTO} --lora_r 8", f"{KTO} --lora_r 8 --use_peft"),
         ("unread-by-trl", f"{RLOO} --vllm_mode server", f"{RLOO} --vllm_mode server --use_vllm"),
         ("unread-by-trl", f"{KTO} --datasets c", KTO),

@@ -82,6 +82,8 @@ PROGRAM_CASES = [
     *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
     *(("refused-dataset", f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {bad}}}\n",
        f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {good}}}\n", 4, None) for bad, good in ENTRIES),
+    ("refused-dataset", f"{AXOLOTL}datasets: [{{path: a, type: alpaca_chats}}]\n",
+     f"{AXOLOTL}datasets: [{{path: a, type: alpaca:chat}}]\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: false\n", 6, None),

@@ -31,10 +31,12 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
         entries = doc.get(block) if isinstance(doc.get(block), list) else []
         for entry in filter(lambda each: isinstance(each, dict), entries):
             for name, table in launcher_tables()["forms"]["datasets"].items():
+                if any(map(doc.get, table.get("unless", ()))) or (name == "type" and doc.has_own_copy(AXOLOTL)):
+                    continue
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)
                 value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
-                if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value):
+                if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value, re.VERBOSE):
                     yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
 
 
@@ -62,7 +64,8 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
-    is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
+    start = doc.start if program == "trl" else doc.call
+    is_command = doc.program == program and start is not None and start.tool in PROGRAMS
     if program_of(doc.data) != program and not is_command:
         if program == "trl" and doc.program == "trl" and doc.call is None:
             yield from _old_names(doc)
@@ -84,8 +87,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             continue
         if not (program == "trl" and is_command) and doc.is_declared(key):
             continue  # a script, or the project's own copy of the program
-        if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
+        if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or (_is_of_a_script(schema, key) and not is_command)):
             continue  # the first is another rule's
+        if program == "trl" and is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]:
+            continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
@@ -93,7 +98,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
         message, level = f"{schema.named} has no `{shorten(key)}`, and {refusal}", None
-        is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
+        is_guess = program == "trl" and not is_command and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
@@ -116,6 +121,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         since = _lost_in(schema, doc, key)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+    command = str(start.script if start else "").removeprefix("trl ") if is_command else ""
+    others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
+    for key in [key for key in doc.data if key in others]:
+        yield Match(key, f"`trl {command}` of {schema.named} has no `{key}`", "remove it", level=WARNING)
 
 
 def glued_number(doc: Document, name: str) -> str | None:
