@@ -116,6 +116,7 @@ VALUES = [
 ]
 
 KTO, RLOO = (f"trl {method} --model_name_or_path a --dataset_name b" for method in ("kto", "rloo"))
+GROUPS = "trl grpo --num_processes 2 --model_name_or_path a --dataset_name b --num_generations {}"
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
@@ -199,6 +200,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
         ("unread-by-trl", f"{KTO} --lora_r 8", f"{KTO} --lora_r 8 --use_peft"),
         ("unread-by-trl", f"{RLOO} --vllm_mode server", f"{RLOO} --vllm_mode server --use_vllm"),
         ("unread-by-trl", f"{KTO} --datasets c", KTO),
+        ("refused-by-grpo", GROUPS.format(6), GROUPS.format(8)),
+        ("unknown-word", f"{KTO} --dtype bf16", f"{KTO} --dtype bfloat16"),
         ("unknown-word", f"{RLOO} --reward_funcs accuracy a.b", f"{RLOO} --reward_funcs accuracy_reward a.b"),
     )),
     ("refused-by-peft", "swift sft --model a --dataset b --target_modules q_proj,v_proj\n",

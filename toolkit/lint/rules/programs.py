@@ -36,7 +36,11 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)
                 value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
-                if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value, re.VERBOSE):
+                if (
+                    isinstance(value, str)
+                    and not is_template(value)
+                    and not re.fullmatch(table["form"], value, re.VERBOSE)
+                ):
                     yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
 
 
@@ -87,10 +91,11 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             continue
         if not (program == "trl" and is_command) and doc.is_declared(key):
             continue  # a script, or the project's own copy of the program
-        if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or (_is_of_a_script(schema, key) and not is_command)):
-            continue  # the first is another rule's
-        if program == "trl" and is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]:
-            continue
+        if program == "trl":  # the first is another rule's
+            of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
+            of_script = not is_command and _is_of_a_script(schema, key)
+            if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
+                continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
