@@ -36,11 +36,8 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)
                 value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
-                if (
-                    isinstance(value, str)
-                    and not is_template(value)
-                    and not re.fullmatch(table["form"], value, re.VERBOSE)
-                ):
+                form = re.compile(table["form"], re.VERBOSE)
+                if isinstance(value, str) and not (is_template(value) or form.fullmatch(value)):
                     yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
 
 
@@ -48,10 +45,11 @@ def _refused_by_trl(doc: Document) -> Iterator[Match]:
     """Entries that TRL's `DatasetConfig` does not take: a script of one's own may take text, and more names."""
     is_its = doc.start is not None and str(doc.start.script).startswith("trl ")
     level = None if is_its else WARNING
-    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else []
-    entries = entries if isinstance(entries, list) else []
-    is_its |= any(isinstance(entry, dict) and "path" in entry for entry in entries)
-    for entry in entries if is_its else ():
+    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else None
+    is_list = isinstance(entries, list) and (
+        is_its or any(isinstance(each, dict) and "path" in each for each in entries)
+    )
+    for entry in entries if is_list else ():
         names = [str(key) for key in entry if key not in DATASET] if isinstance(entry, dict) else []
         if names:
             instead = OF_OTHERS.get(names[0]) or nearest(names[0][:100], DATASET)
