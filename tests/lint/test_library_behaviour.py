@@ -156,6 +156,7 @@ FOUND_IN_SOURCE = {
     "byte-order-mark": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "deepspeed-file-no-json": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
+    "unread-by-trl": ("trl", "trainer/utils.py", "    if model_args.use_peft is False:\n        return None\n"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
     "nvme-below-stage-3": (

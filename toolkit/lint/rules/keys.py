@@ -446,7 +446,7 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         value = next((each for each in values if not any(fnmatchcase(str(each), word) for word in words)), None)
         is_text = isinstance(value, (str, int)) and as_bool(value) is None and value != "None"
         is_read = is_text and (needs is None or bool(as_bool(doc.get(needs))))
-        if not is_read or (key in REGISTERED and any(map(doc.has, PLUGINS))):
+        if not is_read or (key in REGISTERED and (any(map(doc.has, PLUGINS)) or doc.has_own_copy(library))):
             continue
         if occurs(re.compile(rf"[\"']{re.escape(str(value))}[\"']"), doc.reader_source):
             continue  # the project has the word
