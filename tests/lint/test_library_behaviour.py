@@ -32,6 +32,7 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.findings import CHECKED_VERSIONS
 from toolkit.lint.rules import RULES
 from toolkit.lint.rules.conditions import DPO_KEYS
+from toolkit.lint.rules.programs import DATASET
 from toolkit.presets import removed_keys as removed
 from toolkit.versions import attention_names, installed_version, version_numbers
 
@@ -156,6 +157,7 @@ FOUND_IN_SOURCE = {
     "byte-order-mark": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "deepspeed-file-no-json": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
+    "unread-by-trl": ("trl", "trainer/utils.py", "    if model_args.use_peft is False:\n        return None\n"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
     "nvme-below-stage-3": (
@@ -530,8 +532,9 @@ def read(text): DeepSpeedConfig(json.loads(text))
 ADAPTER = """import torch
 from peft import LoraConfig, get_peft_model
 def read(text):
-    given = {{"lora_r": "r"}.get(key, key): value for key, value in yaml.safe_load(text).items()}
-    get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"], **given))
+    names = {"lora_r": "r", "lora_target_modules": "target_modules"}
+    given = {names.get(key, key): value for key, value in yaml.safe_load(text).items()}
+    get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(**{"target_modules": ["0"], **given}))
 """
 # What `auto` becomes in the ranks is not known before a model is there; what is left of it raises.
 AUTO = """from accelerate.utils import DeepSpeedPlugin
@@ -741,16 +744,20 @@ def test_trl_and_peft_raise_for_other_words() -> None:
     from datasets import Dataset
     from peft import TaskType
     from trl import pack_dataset
+    from trl.scripts.utils import DatasetConfig
 
     tables = launcher_tables()["words_of_programs"]
-    words = [f'"{word}"' for table in ("trl", "grpo") for each in tables[table].values() for word in each["words"]]
+    of_trl = [table for name, table in tables.items() if "trl" in name or name == "grpo"]
+    words = [f'"{word}"' for table in of_trl for each in table.values() for word in each["words"]]
+    assert DatasetConfig.__dataclass_fields__.keys() == {*DATASET}
     folder = Path(str(importlib.util.find_spec("trl").origin)).parent  # type: ignore[union-attr]
     source = "".join(each.read_text() for each in folder.rglob("*.py"))
     of_peft = {f'"{each.value}"' for each in TaskType} | {'"nf4"', '"fp4"', '"True"', '"False"', '"true"', '"false"'}
     attention = {*tables["trl"]["attn_implementation"]["words"]}
     assert attention - {"*paged*", "*/*"} == {*attention_names()} - {"paged|eager"}  # of transformers' own source
     others = of_peft | {f'"{word}"' for word in attention}
-    assert [word for word in words if word not in source and word not in others] == []
+    assert [word for word in words if word not in source and word not in (*others, '"*.*"')] == []
+    assert "args.per_device_train_batch_size <= 1" in source  # of KTO
     with pytest.raises(ValueError, match="Invalid packing strategy"):
         pack_dataset(Dataset.from_dict({"input_ids": [[1]]}), 4, strategy="bfd2")
 

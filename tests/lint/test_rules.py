@@ -51,6 +51,15 @@ parser.add_argument("--steps")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 """
+OR_A_FILE = """@dataclass
+class Mine:
+    model: str = "a"
+parser = HfArgumentParser((Mine,))
+if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
+    (mine,) = parser.parse_json_file(json_file=os.path.abspath(sys.argv[1]))
+else:
+    (mine,) = parser.parse_args_into_dataclasses()
+"""
 OWN_DATACLASS = """@dataclass
 class Mine:
     model: str = "a"
@@ -422,6 +431,7 @@ CASES = [
           ("torchrun train.py --beta_1 1", "torchrun other.py --beta_1 1", OWN_PARSER),
           ("deepspeed train.py", "deepspeed --no_local_rank train.py --deepspeed", OWN_PARSER),
           ("torchrun train.py --rate 1", "torchrun train.py --no-packs --model a --lr-x", OWN_DATACLASS),
+          ("torchrun train.py --rate 1", "torchrun train.py --model a", OR_A_FILE),
           ("deepspeed train.py", "torchrun train.py --model=$M", OWN_DATACLASS),
           ("torchrun train.py --max_neg 1", "deepspeed train.py --output_dir out --model a",
            OWN_DATACLASS.replace("class Mine:", "class Mine(TrainingArguments):")),

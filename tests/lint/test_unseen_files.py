@@ -353,7 +353,7 @@ def test_a_block_of_deepspeeds_json_in_the_yaml_is_sent_to_a_json(tmp_path: Path
 
 @pytest.mark.parametrize("launcher", ['"$VENV/bin/llamafactory-cli" train', "bin/llamafactory-cli train"])
 def test_a_program_in_quotes_or_with_its_path_is_started(launcher: str, tmp_path: Path) -> None:
-    findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template x --lora_ranks 8\n")
+    findings = lint(tmp_path, a__sh=f"{launcher} --stage sft --model_name_or_path a/b --template qwen --lora_ranks 8\n")
     assert [each.key for each in findings] == ["lora_ranks"]
 
 
@@ -882,8 +882,9 @@ def test_a_recipe_is_read_by_the_copy_of_a_program_in_its_tree(module: str, leve
     (tmp_path / "README.md").write_text("We train with LLaMA-Factory.\n")
     (tmp_path / module).parent.mkdir(parents=True)
     (tmp_path / module).touch()
-    (finding,) = lint(tmp_path, a__yaml=f"{FACTORY}evaluation_strategy: steps\n")
+    *others, finding = lint(tmp_path, a__yaml=f"{FACTORY}evaluation_strategy: steps\n".replace("qwen3", "mine"))
     assert (finding.level, "own llamafactory decides" in finding.message) == (level, level == "note")
+    assert [each.key for each in others] == ["template"] * (level == "error")  # which the copy may register
 
 
 @pytest.mark.parametrize(("pin", "level"), [("==0.15.4", "note"), ("==0.18.0", "error"), ("", "warning")])
@@ -1120,7 +1121,7 @@ def test_a_precision_in_accelerates_block_is_what_mixed_precision_says(tmp_path:
 
 
 def test_the_beginning_of_an_option_is_the_option(tmp_path: Path) -> None:
-    command = "llamafactory-cli train --stage sft --model_name_or_path a/b --template x"
+    command = "llamafactory-cli train --stage sft --model_name_or_path a/b --template qwen"
     (tmp_path / "b.yaml").write_text(f"{FACTORY}lora_r: 8\n")
     assert lint(tmp_path, a__sh=f"{command} --lora_r 8\n") == []  # argparse takes it for --lora_rank
     assert levels(lint_paths([tmp_path / "b.yaml"]).findings) == {"lora_r": "error"}

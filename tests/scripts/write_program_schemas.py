@@ -42,6 +42,7 @@ TRL_COMMANDS = {
     **{"rloo": "RLOOConfig", "distillation": "DistillationConfig", "orpo": "ORPOConfig", "cpo": "CPOConfig"},
     **{"gkd": "GKDConfig", "online_dpo": "OnlineDPOConfig", "gold": "GOLDConfig"},
 }
+DISTRIBUTIONS = {"llama-factory": "llamafactory", "ms-swift": "ms_swift"}
 PLAIN_TYPES = {"int", "float", "bool", "str", "list", "dict"}
 AXOLOTL_BLOCKS = {"fsdp_config": "FSDPConfig", "trl": "TRLConfig", "vllm": "VllmConfig"}
 
@@ -232,6 +233,12 @@ SOURCES = {
     "llama-factory": (_factory, _factory_parts),
     "ms-swift": (_swift, lambda _: ("RLHFArguments",)),
 }
+# Settings whose words the program registers: the file, and how it writes each.
+REGISTERED = {
+    ("llama-factory", "template"): (r"/data/template\.py$", r'register_template\(\s*name="([^"]+)"'),
+    ("ms-swift", "template"): (r"^swift/(llm/)?template/constant\.py$", r"(?m)^    \w+ = '([^']+)'"),
+    ("ms-swift", "model_type"): (r"^swift/(llm/)?model/constant\.py$", r"(?m)^    \w+ = '([^']+)'"),
+}
 # ms-swift's other commands, whose words are no misspellings of a training's.
 OTHER_COMMANDS = ("ExportArguments", "InferArguments", "DeployArguments", "SamplingArguments", "EvalArguments")
 
@@ -263,6 +270,11 @@ def closed_words(folder: Path, program: str) -> dict[str, list[str]]:
             found = words
         for key in found.keys() & words.keys():
             found[key] |= words[key]
+        for (owner, key), (place, written) in REGISTERED.items():
+            if owner == program:
+                with ZipFile(_wheel(folder, f"{DISTRIBUTIONS[program]}-{version}")) as archive:
+                    texts = [archive.read(name).decode() for name in archive.namelist() if re.search(place, name)]
+                found.setdefault(key, set()).update(*(re.findall(written, text) for text in texts))
     return {key: sorted(words) for key, words in sorted(found.items())}
 
 

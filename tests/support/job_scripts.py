@@ -149,6 +149,8 @@ VALUES = [
     ),
 ]
 
+KTO, RLOO = (f"trl {method} --model_name_or_path a --dataset_name b" for method in ("kto", "rloo"))
+GROUPS = "trl grpo --num_processes 2 --model_name_or_path a --dataset_name b --num_generations {}"
 SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("rank-of-first-node", EXPANDED, ACCELERATE, 8, JOB),
     ("rank-of-first-node", EXPANDED, changed(EXPANDED, "$SLURM_PROCID", "\\$SLURM_PROCID"), 8, JOB),
@@ -225,6 +227,21 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("shell-slip", f"ARGS=(--lr 1)\n{TRAINS} $ARGS\n", f'ARGS=(--lr 1)\n{TRAINS} "${{ARGS[@]}}"\n', 2, "run.sh"),
     ("text-for-number", "swift sft --model a --dataset b --lora_rank eight\n",
      "swift sft --model a --dataset b --lora_rank $RANK\n", 1, "run.sh"),
+    *((rule, f"{bad}\n", f"{good}\n", 1, "run.sh") for rule, bad, good in (
+        ("refused-by-swift", "swift sft --model a --rlhf_type dpo", "swift rlhf --model a --rlhf_type dpo"),
+        ("refused-by-swift", "swift sft --quant_bits 4", "swift sft --quant_method bnb --quant_bits 4"),
+        ("refused-by-trl", f"{KTO} --per_device_train_batch_size 1", f"{KTO} --per_device_train_batch_size 2"),
+        ("refused-by-trl", f"{KTO} --load_in_4bit", f"{KTO} --load_in_4bit --use_peft"),
+        ("refused-by-trl", f"{KTO} --load_in_8bit", f"{KTO} --load_in_8bit --use_peft"),
+        ("unknown-trl-setting", f"{KTO} --lora_rank 8", f"{KTO} --lora_alpha 8 --mixed_precision bf16"),
+        ("unknown-trl-setting", f"{KTO} --packing", f"{KTO} --beta 0.1"),
+        ("unread-by-trl", f"{KTO} --lora_r 8", f"{KTO} --lora_r 8 --use_peft"),
+        ("unread-by-trl", f"{RLOO} --vllm_mode server", f"{RLOO} --vllm_mode server --use_vllm"),
+        ("unread-by-trl", f"{KTO} --datasets c", KTO),
+        ("refused-by-grpo", GROUPS.format(6), GROUPS.format(8)),
+        ("unknown-word", f"{KTO} --dtype bf16", f"{KTO} --dtype bfloat16"),
+        ("unknown-word", f"{RLOO} --reward_funcs accuracy a.b", f"{RLOO} --reward_funcs accuracy_reward a.b"),
+    )),
     ("refused-by-peft", "swift sft --model a --dataset b --target_modules q_proj,v_proj\n",
      "swift sft --model a --dataset b --target_modules q_proj v_proj\n", 1, "run.sh"),
     ("refused-by-trl", "trl grpo --model_name_or_path a --dataset_name b --log_completions_hub_repo c/d\n",

@@ -19,6 +19,11 @@ WORDS = [
     (FACTORY, "rope_scaling: yarnn", "rope_scaling: yarn"),
     (SWIFT, "padding_side: rigth", "padding_side: right"),
     (SWIFT, "quant_bits: 5", "quant_bits: 4"),
+    (SWIFT, "template: qwen2.5", "template: qwen2_5"),
+    (SWIFT, "model_type: qwen2_5-7b-instruct", "external_plugins: mine.py\nmodel_type: mine"),
+    (SWIFT, "reward_funcs: [format, acc]", "reward_funcs: [format, accuracy]"),
+    (SWIFT, "deepspeed: zero3-offload", "deepspeed: zero3_offload"),
+    (FACTORY, "template: qwen2.5", "template: openchat-3.6"),
 ]
 AXOLOTL_TYPES = [
     ("logging_steps: 0.2", "logging_steps: 2.0"),
@@ -42,6 +47,13 @@ FORMS = [
     ("text-for-number", FACTORY, "image_max_pixels: 768*768", "image_max_pixels: <pixels>"),
     ("text-for-number", SWIFT, "split_dataset_ratio: 5%", "split_dataset_ratio: 0.05"),
     ("refused-by-peft", FACTORY, "lora_target: q_proj v_proj", "lora_target: q_proj,v_proj"),
+    ("refused-by-peft", FACTORY, "lora_target: all-linear", "lora_target: all"),
+    ("refused-by-peft", SWIFT, "target_modules: all_linear", "target_modules: all-linear"),
+    ("refused-by-llama-factory", FACTORY, "quantization_bit: 6", "quantization_bit: 6\nquantization_method: hqq"),
+    ("refused-by-axolotl", AXOLOTL, "save_strategy: best", "save_strategy: best\nmetric_for_best_model: loss"),
+    ("refused-dataset", TRL_SFT, "datasets: [{path: a, subset: b}]", "datasets: [{path: a, name: b}]"),
+    ("refused-dataset", TRL_SFT, "datasets: [a, {path: b}]", "datasets: [a, b]"),
+    ("refused-by-trl", TRL_SFT, "per_device_train_batch_size: 1\nloss_type: kto", "loss_type: kto"),
 ]
 PROGRAM_CASES = [
     *((rule, f"{file}{bad}\n", f"{file}{good}\n", file.count("\n") + 1, None) for rule, file, bad, good in FORMS),
@@ -70,6 +82,8 @@ PROGRAM_CASES = [
     *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
     *(("refused-dataset", f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {bad}}}\n",
        f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {good}}}\n", 4, None) for bad, good in ENTRIES),
+    ("refused-dataset", f"{AXOLOTL}datasets: [{{path: a, type: alpaca_chats}}]\n",
+     f"{AXOLOTL}datasets: [{{path: a, type: alpaca:chat}}]\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: true\n",
      f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\ngptq: false\n", 6, None),

@@ -141,4 +141,5 @@ REFUSED_LATER = [
 REFUSED_BY_PEFT = [
     ("lora_r: 0\n", "lora_r: 1\n"),
     ("lora_dropout: 5\n", "lora_dropout: 0.05\n"),
+    ("lora_target_modules: all_linear\n", 'lora_target_modules: ["0"]\n'),
 ]

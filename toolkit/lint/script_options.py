@@ -22,6 +22,8 @@ KEYWORDS = {"description", "formatter_class", "prog", "usage", "epilog", "add_he
 OPEN = re.compile(
     "parse_known_args|REMAINDER|return_remaining_strings|BooleanOptionalAction|argv|hydra|OmegaConf|aliases"
 )
+# How Hugging Face's examples look for a file in place of options.
+FOR_A_FILE = re.compile(r"len\(sys\.argv\)|sys\.argv\[(?:1|-1)\]")
 
 
 def is_refused(option: str, source: str, modules: str = "") -> bool:
@@ -38,7 +40,7 @@ def is_refused(option: str, source: str, modules: str = "") -> bool:
 def options_of(source: str, modules: str) -> frozenset[str]:
     """Return the names of all options, without dashes in front; none where these are not known."""
     try:
-        nodes = [] if OPEN.search(source + modules) else list(ast.walk(ast.parse(source)))
+        nodes = [] if OPEN.search(FOR_A_FILE.sub("", source + modules)) else list(ast.walk(ast.parse(source)))
         others = list(ast.walk(ast.parse(modules))) if nodes else []
     except (SyntaxError, ValueError, RecursionError):
         return frozenset()

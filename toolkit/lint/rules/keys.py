@@ -58,6 +58,8 @@ SIMILARITY = 0.75
 CLOSED_ARGUMENTS: tuple[str, ...] = (*LINT_TABLES["closed_arguments"],)
 OF_EVERY_PROGRAM = (*CLOSED_ARGUMENTS[:3], "lr_scheduler_type")
 READ_AT_ONCE = ("stage", "finetuning_type", "mix_strategy", "pref_loss", "flash_attn")  # of LLaMA-Factory's words
+# Settings whose words code of one's own adds to, and those of ms-swift that name such code.
+REGISTERED, PLUGINS = ("template", "model_type", "reward_funcs"), ("external_plugins", "custom_register_path")
 MISSPELT_WORD = 0.8  # alike above which a word of a trainer is a misspelling, and below which one of another version
 OF_OTHERS = {None: WARNING, OPEN_INSTRUCT: NOTE}  # the levels where a script may have words and types of its own
 # What a script asks for the arguments of its own version, to pass these alone.
@@ -438,13 +440,11 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     """
     program = AXOLOTL if doc.kind == AXOLOTL else doc.program
     schema = program_schemas().get(program or "")
-    by_hand: dict[str, Any] = {}
-    if program == AXOLOTL:
-        by_hand = launcher_tables()["words_of_programs"][AXOLOTL]
-    elif program in (*OUR_PROGRAMS, None) and is_trl(doc):
-        command = (doc.start.script or "").removeprefix("trl ") if doc.start else ""
-        of_trl = command if command in ("sft", "kto") else "grpo" if is_grpo(doc) else "trl"
-        by_hand = launcher_tables()["words_of_programs"][of_trl]
+    by_hand: dict[str, Any] = launcher_tables()["words_of_programs"].get(program, {})
+    if program in (*OUR_PROGRAMS, None) and is_trl(doc):
+        command = (doc.start.script or "") if doc.start else ""
+        tables = launcher_tables()["words_of_programs"]
+        by_hand = tables.get(command, tables["grpo" if is_grpo(doc) else "trl"])
     library = "trl" if schema is None else schema.distribution
     of_fork = schema is not None and program != "trl" and bool(schema.strange(doc.data))
     of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
@@ -453,15 +453,17 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, needs = doc.get(place), table.get("needs")
         words = [*table["words"], *(trainer_schema().fields[table["and"]].choices if "and" in table else ())]
+        values = value if isinstance(value, list) and table.get("list") else [value]
+        value = next((each for each in values if not any(fnmatchcase(str(each), word) for word in words)), None)
         is_text = isinstance(value, (str, int)) and as_bool(value) is None and value != "None"
         is_read = is_text and (needs is None or bool(as_bool(doc.get(needs))))
-        if not is_read or any(fnmatchcase(str(value), word) for word in words):
+        if not is_read or (key in REGISTERED and (any(map(doc.has, PLUGINS)) or doc.has_own_copy(library))):
             continue
         if occurs(re.compile(rf"[\"']{re.escape(str(value))}[\"']"), doc.reader_source):
             continue  # the project has the word
         is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
         is_far = not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
-        is_old = key in by_hand and is_far
+        is_old = (key in by_hand or key in REGISTERED) and is_far
         effect = "it raises where it is read" if is_kept else "it raises"
         for found in _not_a_word(place, value, [each for each in words if each[:1] != "*"], effect):
             fix = found.fix if not is_far else f"{'the version that has it, or ' * of_fork}one of these"

@@ -15,23 +15,48 @@ from toolkit.lint.rules.settings import is_grpo, is_template, shorten
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
+DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")  # of TRL's DatasetConfig
+OF_OTHERS = {"dataset_name": "path", "dataset": "path", "subset": "name", "config": "name", "weight": "fraction"}
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4"}  # of what an unknown name stands for
 MOST_STRANGE = 2  # settings without a likeness, above which a project may read a file of axolotl itself
 
 
-@rule(ERROR, AXOLOTL, library="axolotl", fix="a value of that form")
+@rule(ERROR, AXOLOTL, TRAINER, library="axolotl", fix="a value of that form")
 def refused_dataset(doc: Document) -> Iterator[Match]:
-    """axolotl refuses it."""
+    """axolotl or TRL refuses it."""
+    if doc.kind == TRAINER:
+        yield from _refused_by_trl(doc)
+        return
     for block in ("datasets", "test_datasets"):
         entries = doc.get(block) if isinstance(doc.get(block), list) else []
         for entry in filter(lambda each: isinstance(each, dict), entries):
             for name, table in launcher_tables()["forms"]["datasets"].items():
+                if any(map(doc.get, table.get("unless", ()))) or (name == "type" and doc.has_own_copy(AXOLOTL)):
+                    continue
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)
                 value = value.get(inner) if inner and isinstance(value, dict) else None if inner else value
-                if isinstance(value, str) and not is_template(value) and not re.fullmatch(table["form"], value):
+                form = re.compile(table["form"], re.VERBOSE)
+                if isinstance(value, str) and not (is_template(value) or form.fullmatch(value)):
                     yield Match(block, f"{name} {shorten(value)} {table['effect']}", table["fix"])
+
+
+def _refused_by_trl(doc: Document) -> Iterator[Match]:
+    """Entries that TRL's `DatasetConfig` does not take: a script of one's own may take text, and more names."""
+    is_its = doc.start is not None and str(doc.start.script).startswith("trl ")
+    level = None if is_its else WARNING
+    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else None
+    listed: list[Any] = entries if isinstance(entries, list) else []
+    is_list = is_its or any(isinstance(each, dict) and "path" in each for each in listed)
+    for entry in listed if is_list else ():
+        names = [str(key) for key in entry if key not in DATASET] if isinstance(entry, dict) else []
+        if names:
+            instead = OF_OTHERS.get(names[0]) or nearest(names[0][:100], DATASET)
+            fix = f"`{instead}`" if instead and instead not in entry else "remove it"
+            yield Match("datasets", f"an entry has no `{shorten(names[0])}`", fix, level=level, library="trl")
+        elif not isinstance(entry, dict) or "path" not in entry:
+            yield Match("datasets", f"{shorten(entry)} has no `path`", "`- path: NAME`", level=level, library="trl")
 
 
 def schema_of(doc: Document) -> ProgramSchema | None:
@@ -41,7 +66,8 @@ def schema_of(doc: Document) -> ProgramSchema | None:
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
-    is_command = doc.program == program and doc.call is not None and doc.call.tool in PROGRAMS
+    start = doc.start if program == "trl" else doc.call
+    is_command = doc.program == program and start is not None and start.tool in PROGRAMS
     if program_of(doc.data) != program and not is_command:
         if program == "trl" and doc.program == "trl" and doc.call is None:
             yield from _old_names(doc)
@@ -63,8 +89,11 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             continue
         if not (program == "trl" and is_command) and doc.is_declared(key):
             continue  # a script, or the project's own copy of the program
-        if program == "trl" and (key in TRAINING_ARGUMENTS_REMOVED or _is_of_a_script(schema, key)):
-            continue  # the first is another rule's
+        if program == "trl":  # the first is another rule's
+            of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
+            of_script = not is_command and _is_of_a_script(schema, key)
+            if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
+                continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
             continue  # its command line has more
         fix = _fix_of(schema, key, instead)
@@ -72,7 +101,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
         message, level = f"{schema.named} has no `{shorten(key)}`, and {refusal}", None
-        is_guess = program == "trl" and key not in schema.renamed and key not in schema.former
+        is_guess = program == "trl" and not is_command and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it"
             level = NOTE if strange else WARNING  # where a script has settings of its own, this may be one too
@@ -97,6 +126,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
         since = _lost_in(schema, doc, key)
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+    command = str(start.script if start else "").removeprefix("trl ") if is_command else ""
+    others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
+    for key in [key for key in doc.data if key in others]:
+        yield Match(key, f"`trl {command}` of {schema.named} has no `{key}`", "remove it", level=WARNING)
 
 
 def glued_number(doc: Document, name: str) -> str | None:

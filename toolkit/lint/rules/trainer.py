@@ -126,6 +126,8 @@ def processes_of(doc: Document) -> int | None:
     """Return the number of processes that a launcher starts, where its options or its YAML say it."""
     in_yaml = doc.launch_config.get("num_processes") if doc.launch_config else None
     call = doc.start
+    if call is not None and call.tool == "trl":  # which passes it on to accelerate
+        return as_int(doc.get("num_processes"))
     if call is None or call.tool not in ("swift", "llamafactory-cli"):
         return processes_of_call(call, in_yaml) if call else None
     lines = (doc.command or doc).text.split("\n")[: call.line - 1]
