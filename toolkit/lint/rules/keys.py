@@ -430,10 +430,10 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     """
     program = AXOLOTL if doc.kind == AXOLOTL else doc.program
     schema = program_schemas().get(program or "")
-    by_hand: dict[str, Any] = launcher_tables()["words_of_programs"].get(program, {})
+    tables = launcher_tables()["words_of_programs"]
+    by_hand: dict[str, Any] = {} if program == "trl" else tables.get(program, {})
     if program in (*OUR_PROGRAMS, None) and is_trl(doc):
         command = (doc.start.script or "") if doc.start else ""
-        tables = launcher_tables()["words_of_programs"]
         by_hand = tables.get(command, tables["grpo" if is_grpo(doc) else "trl"])
     library = "trl" if schema is None else schema.distribution
     of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
