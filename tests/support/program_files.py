@@ -48,6 +48,7 @@ FORMS = [
     ("text-for-number", SWIFT, "split_dataset_ratio: 5%", "split_dataset_ratio: 0.05"),
     ("refused-by-peft", FACTORY, "lora_target: q_proj v_proj", "lora_target: q_proj,v_proj"),
     ("refused-by-peft", FACTORY, "lora_target: all-linear", "lora_target: all"),
+    ("refused-by-peft", f"{TRL_SFT}use_peft: true\n", "lora_target_modules: all_linear", "lora_target_modules: all"),
     ("refused-by-peft", SWIFT, "target_modules: all_linear", "target_modules: all-linear"),
     ("refused-by-llama-factory", FACTORY, "quantization_bit: 6", "quantization_bit: 6\nquantization_method: hqq"),
     ("refused-by-axolotl", AXOLOTL, "save_strategy: best", "save_strategy: best\nmetric_for_best_model: loss"),

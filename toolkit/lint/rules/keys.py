@@ -440,10 +440,10 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     """
     program = AXOLOTL if doc.kind == AXOLOTL else doc.program
     schema = program_schemas().get(program or "")
-    by_hand: dict[str, Any] = launcher_tables()["words_of_programs"].get(program, {})
+    tables = launcher_tables()["words_of_programs"]
+    by_hand: dict[str, Any] = {} if program == "trl" else tables.get(program, {})
     if program in (*OUR_PROGRAMS, None) and is_trl(doc):
         command = (doc.start.script or "") if doc.start else ""
-        tables = launcher_tables()["words_of_programs"]
         by_hand = tables.get(command, tables["grpo" if is_grpo(doc) else "trl"])
     library = "trl" if schema is None else schema.distribution
     of_fork = schema is not None and program != "trl" and bool(schema.strange(doc.data))

@@ -46,10 +46,11 @@ def _refused_by_trl(doc: Document) -> Iterator[Match]:
     """Entries that TRL's `DatasetConfig` does not take: a script of one's own may take text, and more names."""
     is_its = doc.start is not None and str(doc.start.script).startswith("trl ")
     level = None if is_its else WARNING
-    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else None
-    listed: list[Any] = entries if isinstance(entries, list) else []
-    is_list = is_its or any(isinstance(each, dict) and "path" in each for each in listed)
-    for entry in listed if is_list else ():
+    entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else []
+    is_list = isinstance(entries, list) and (
+        is_its or any(isinstance(each, dict) and "path" in each for each in entries)
+    )
+    for entry in entries if is_list else ():
         names = [str(key) for key in entry if key not in DATASET] if isinstance(entry, dict) else []
         if names:
             instead = OF_OTHERS.get(names[0]) or nearest(names[0][:100], DATASET)
