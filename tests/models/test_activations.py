@@ -16,7 +16,8 @@ from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import sliding_window
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import read_model
-from toolkit.models.shape import MASKS, CountedActivations
+from toolkit.models.shape import MASKS, MATH, CountedActivations
+from toolkit.plan.memory import with_attention
 
 BATCH, LENGTH = 2, 96
 EXPERTS_80 = EXPERTS | {"moe_intermediate_size": 80}
@@ -100,10 +101,11 @@ def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_length
     assert _fit(odd) == [7, 3, 0.0]
 
 
-def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None = None) -> int:
+def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None = None, math: bool = False) -> int:
     """Bytes of the storages that one forward of a real model saves, without parameters and buffers."""
     import torch
     from peft import LoraConfig, get_peft_model
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent), dtype=torch.float32)
@@ -123,33 +125,36 @@ def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None 
     mask = torch.ones_like(tokens)
     mask[0, -3:] = 0 if padded else 1
     compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute:
+    kernels = sdpa_kernel([SDPBackend.MATH] if math else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute, kernels:
         model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in alive.items() if key not in existing)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "autocast", "padded", "lora_r"),
+    ("name", "autocast", "padded", "lora_r", "math"),
     [
-        ("llama", False, True, None),
-        ("qwen3", True, True, None),
-        ("gemma2", True, False, None),
-        ("mixtral", True, False, None),
-        ("opt", False, False, None),
-        ("llama", True, False, 8),
+        ("llama", False, True, None, False),
+        ("qwen3", True, True, None, False),
+        ("gemma2", True, False, None, False),
+        ("mixtral", True, False, None, False),
+        ("opt", False, False, None, False),
+        ("llama", True, False, 8, False),
+        ("llama", False, False, None, True),  # bf16 on a GPU without bf16 units has no fused kernel
     ],
 )
 def test_formulas_agree_with_the_tensors_that_a_real_layer_saves(
-    name: str, autocast: bool, padded: bool, lora_r: int | None, tmp_path: Path
+    name: str, autocast: bool, padded: bool, lora_r: int | None, math: bool, tmp_path: Path
 ) -> None:
     """Bytes per token that one more layer saves, with the copies of its weights."""
     model_type, fields = MODELS[name]
     saved, planned = [], []
     for layers in (2, 3):
         config = config_file(tmp_path / str(layers), model_type, fields | {"num_hidden_layers": layers})
-        saved.append(saved_bytes(config, autocast=autocast, padded=padded, lora_r=lora_r))
-        formulas = Activations(shape=read_model(str(config)), autocast=autocast, lora_r=lora_r)
+        saved.append(saved_bytes(config, autocast=autocast, padded=padded, lora_r=lora_r, math=math))
+        shape = with_attention(read_model(str(config)), MATH) if math else read_model(str(config))
+        formulas = Activations(shape=shape, autocast=autocast, lora_r=lora_r)
         planned.append(formulas.saved("padding" if padded else "none").layers)
     per_token = planned[1].token_bytes(LENGTH) - planned[0].token_bytes(LENGTH)
     one_layer = BATCH * LENGTH * per_token + planned[1].fixed - planned[0].fixed

@@ -8,6 +8,9 @@ then two causes of `once` were planned, and two margins were chosen on all group
 Then the shares of a GPU were chosen, on all of these, and `since` was planned once; so were the peaks of `offload`,
 whose commands were written before. GB are read as GiB. `blind` was planned once, last, and chose nothing; two of its
 commands were refused and have the attention that the hint named. nemo-8b has dropout on adapters that are not peft's.
+So was `blind2`, of 20 other sources, frozen before; ten commands were refused and lost `--equal-lengths`, as the
+message says. tf-13329's host memory, 120 GiB, is a guess: its report says that 100 GB were used. Afterwards the two
+jobs on V100s got `--no-fp16`, as their report says bf16: such a GPU has no fused kernel for it, which is planned since.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -49,7 +52,7 @@ def share(plan: Plan) -> float:
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 2), ("last", 8, 0), ("latest", 17, 1)],
         *[("newest", 25, 0), ("final", 10, 0), ("once", 24, 2), ("unseen", 30, 3), ("after", 32, 0), ("since", 25, 1)],
-        ("blind", 13, 0),
+        *[("blind", 13, 0), ("blind2", 12, 1)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -58,7 +61,7 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     ran_out = [plan.verdict for row, plan in of(half) if row["reported"] == "OOM"]
     refused = {row["id"] for row, plan in of(half) if row["reported"] != "OOM" and plan.verdict == DOES_NOT_FIT}
     assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
-    assert refused == ({"nemo-8b"} if half == "blind" else set())
+    assert refused == {"blind": {"nemo-8b"}, "blind2": {"tf-13329"}}.get(half, set())
 
 
 def test_public_jobs_that_ran_out_of_memory_and_fit_are_few_and_known() -> None:
@@ -71,10 +74,10 @@ def test_public_jobs_that_ran_out_of_memory_and_fit_are_few_and_known() -> None:
         print(f"{name:20} {of_gpu:.0%}")
     assert wrong.keys() == {
         *("lf-3914", "lf-2517-14b", "alpaca-lora-344-13b", "lf-5070", "lf-5709", "cookbook-37", "longchat-28-32k"),
-        *("qwen-424", "firefly-33"),
+        *("qwen-424", "firefly-33", "acc-1377"),
     }
     assert len(wrong) <= sum(row["reported"] == "OOM" for row, _ in reported()) / 20
-    assert len(fits) >= 86  # of 182 that ran 77
+    assert len(fits) >= 113  # of 272 that ran 103
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
     assert statistics.mean(enough) <= 0.12
 
@@ -106,7 +109,7 @@ def largest_share(jobs: Iterable[tuple[str, float, bool]]) -> float:
 def test_shares_of_a_gpu_are_the_largest_at_which_one_in_ten_is_wrong_also_in_a_repository_that_is_left_out() -> None:
     groups: dict[str, list[tuple[str, float, bool]]] = {}
     for row, plan in reported():
-        if row["half"] not in ("since", "blind"):
+        if row["half"] not in ("since", "blind", "blind2"):
             job = (repository(row["url"]), share(plan), row["reported"] == "OOM")
             groups.setdefault(group(plan), []).append(job)
     for name in groups.keys() - {"", "under FSDP2"}:  # four jobs of FSDP2 ran out of memory
@@ -146,7 +149,7 @@ def test_reported_speeds_lie_inside_the_interval() -> None:
         speed and speed.tokens_per_second_per_gpu[0] <= each <= speed.tokens_per_second_per_gpu[1]
         for each, speed in found
     ]
-    assert (sum(map(bool, inside)), len(inside)) == (16, 19)  # three without the tokens of padding
+    assert (sum(map(bool, inside)), len(inside)) == (21, 28)  # three without the tokens of padding
 
 
 def of_reported(row: dict[str, str], plan: Plan) -> float:

@@ -28,7 +28,7 @@ adapters' own weights are copied.
 from dataclasses import dataclass, replace
 
 from toolkit.models.lora import adapts_experts, dora_bytes, lora_layer, oft_fixed_bytes, rotations
-from toolkit.models.shape import Layer, ModelShape, SavedActivations, SavedBytes, Tensor
+from toolkit.models.shape import MATH, Layer, ModelShape, SavedActivations, SavedBytes, Tensor
 from toolkit.parallel.layout import ParallelLayout
 
 # Norms that multiply by their weight in fp32 and therefore save the normalised row in fp32.
@@ -261,11 +261,12 @@ class Activations:
 
         Of experts, also those of three copies of the rows, which are more where experts are narrow (counted for
         Qwen3-MoE on rows of 65,536 tokens; TRL's run of a million tokens was planned 17 % low without them).
-        Eager attention's backward is the peak of a layer: the activations of its MLP have been freed by then.
+        Attention's backward is the peak of a layer that saves scores: the activations of its MLP are freed by then.
         """
         width, routed = self.shape.intermediate_size, self.shape.experts_per_token or 1
-        if self.shape.attention == "eager":
-            return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=6 * self.shape.num_attention_heads)
+        if self.shape.attention != "sdpa":
+            scores = (8 if self.shape.attention == MATH else 6) * self.shape.num_attention_heads
+            return SavedBytes(per_token=-GATED_MLP_BYTES * width, per_position=scores)
         rows = 6 * self.shape.hidden_size if self.shape.experts_per_token else 0
         of_mlp = max((8 if self.fp32_linears else 4) * width, rows) * routed
         return SavedBytes(per_token=of_mlp + 2 * self.residual_bytes * self.shape.hidden_size)
@@ -385,6 +386,8 @@ class Activations:
         queries, keys = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         if shape.attention == "eager":
             return SavedBytes(per_token=8 * queries, per_position=(8 if shape.model_type in SOFTCAPPED else 6) * heads)
+        if shape.attention == MATH:  # queries, repeated keys and values, and the softmax are saved in fp32
+            return SavedBytes(per_token=14 * queries, per_position=4 * heads)
         repeated = masked and keys < queries  # SDPA with a mask repeats keys and values for each head
         saved = 4 * queries + 4 * (queries if repeated else keys) + 4 * heads
         if shape.model_type in PARTIAL_ROTARY:

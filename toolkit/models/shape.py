@@ -105,6 +105,7 @@ Adapters = tuple[Adapter, ...]
 COUNTED_PARTS, COEFFICIENTS = ("layers", "largest_layer", "backward", "outer"), ("fixed", "per_token", "per_position")
 # Attention masks: none; of padding or packed documents; of a sliding window. Counted too: a kernel, as `flash`.
 MASKS = ("none", "padding", "window")
+MATH = "math"  # attention: SDPA without a fused kernel, which no option names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +193,7 @@ class ModelShape:
     experts_per_token: int | None = None
     layers: tuple[Layer, ...]  # tensors of each decoder layer
     outer: Layer  # embeddings, final norm and head, in the model's order; a tied head appears once, as the embedding
-    attention: str = "sdpa"  # default implementation in transformers: `sdpa`, or `eager`, which saves the scores
+    attention: str = "sdpa"  # default in transformers: `sdpa`, or `eager`, which saves the scores; or `MATH`
     activation: str = "silu"  # activation function of the MLP, as the configuration names it
     counted_on: str = "arithmetic"  # `arithmetic`, or `meta device` if transformers built the model without memory
     counted_activations: CountedActivations | None = None

@@ -98,8 +98,8 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     kinds = ("", "full" if request.job.lora_r is None else "lora", request.job.method.method)
     yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics, kinds))
     yield from _kept_logits(request)
-    if request.job.attn_implementation == "eager" and request.shape.activations_from != "formulas":
-        yield f"Not planned: what eager attention saves of {request.shape.model_type}."
+    if (attention := request.job.attention_with_scores) and request.shape.activations_from != "formulas":
+        yield f"Not planned: what {attention} attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
     yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):

@@ -25,7 +25,7 @@ from toolkit.models.attention import (
 from toolkit.models.job_weights import FP32_BITS, JobWeights, QuantizedBase, job_weights
 from toolkit.models.lora import ALL_LINEAR, check_adapted_modules, check_lora_targets
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec, is_low_rank, optimizer_spec
-from toolkit.models.shape import ModelShape
+from toolkit.models.shape import MATH, ModelShape
 from toolkit.models.split import WORDS, read_split
 from toolkit.models.vision_tower import check_image_tokens
 from toolkit.parallel.layout import DEGREES
@@ -72,6 +72,7 @@ class PlannedJob(Job):
     gradient_as_bucket_view: bool | None = None
     """False where gradients under DDP exist twice, on their own and in the buckets; None: in all methods but `sft`."""
     workspace_bytes: int = 0  # what the matrix products of a GPU keep of its memory
+    without_fused_attention: bool = False
     image_tokens: int | None = None  # 0: rows of text alone; None: not said, and planned as text
     """Tokens of images in each row, of `tokens_per_row`."""
     freeze_vision_tower: bool = False
@@ -79,6 +80,11 @@ class PlannedJob(Job):
     not_given: tuple[str, ...] = ()  # of `OPEN_OPTIONS`
     lengths_differ: bool | None = None
     """True if rows of one micro-batch have different lengths; None: if there is more than one row."""
+
+    @property
+    def attention_with_scores(self) -> str | None:
+        """The kind of attention that saves its scores, if it does."""
+        return "eager" if self.attn_implementation == "eager" else MATH if self.without_fused_attention else None
 
     @classmethod
     def of(cls, job: Job) -> PlannedJob:
@@ -364,14 +370,16 @@ def check_planned_job(job: PlannedJob, shape: ModelShape) -> None:
 def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
     """Return the job with what a GPU decides: what a colocated vLLM takes of it, and fp16 where it has no bf16 units.
 
-    `fp16` is the user's choice.
+    `fp16` is the user's choice. Without it such a GPU has no fused kernel of SDPA for bf16 (torch 2.13,
+    `sdp_utils.cpp`: flash attention needs compute capability 8.0, memory-efficient attention for bf16 too).
     """
     if job.numerics.fp8 and not gpu.has_fp8:
         raise ToolkitError(f"--fp8 needs a GPU with FP8 units, and {gpu.name} has none", hint="leave it out")
     job = replace(job, method=replace(job.method, gpu_memory_bytes=gpu.memory_bytes))
     if fp16 is None and gpu.peak_flops("bf16") is None and gpu.peak_flops("fp16") is not None:
         return replace(job, numerics=replace(job.numerics, fp16=True))
-    return job
+    without = gpu.peak_flops("bf16") is None and not job.numerics.fp16 and gpu.peak_flops("fp16") is not None
+    return replace(job, without_fused_attention=without and job.attn_implementation in (None, "sdpa"))
 
 
 def with_workspaces(job: PlannedJob, gpu: Gpu) -> PlannedJob:
