@@ -22,6 +22,7 @@ KNOWN_IN: Mapping[str, str] = {
     "deepspeed": "0.19.8",
     "peft": "0.21.2",
     "trl": "1.16.0",
+    "datasets": "5.2.0",
 }
 """The versions in which the rows were read; those of constraints.txt."""
 
