@@ -62,6 +62,20 @@ def test_a_job_that_stops_to_fit_and_a_new_error_fail_and_a_moved_line_is_not_ne
     assert diff("--gpu", "h100")[2] == err.replace("2 changed", "3 changed"), "the strategy's error counts once"
 
 
+def test_a_job_whose_deepspeed_json_changed_is_planned_again(diff: Diff) -> None:
+    Path("configs/job.yaml").write_text(f"{SFT}deepspeed: ds.json\n")
+    Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}')
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["add", "-A"], ["commit", "-q", "-m", "second"]):
+        subprocess.run([*git, *words], check=True)
+    Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}')
+    _, out, _ = diff("--gpu", "h100", "--level", "never")
+    assert "configs/job.yaml (affected): was " in out
+    assert "lines" not in out
+    Path("configs/ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto" }')
+    assert "job.yaml" not in diff("--gpu", "h100")[1]
+
+
 def test_the_comment_and_the_json_say_the_same(diff: Diff) -> None:
     Path("configs/new.yaml").write_text(
         "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload: true\n"

@@ -8,7 +8,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.lint.check import LintResult, lint_paths
-from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, load_document
+from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, SUFFIXES, load_document
 from toolkit.lint.findings import Finding
 from toolkit.lint.named_files import JUDGED_BY, forget_projects
 from toolkit.plan.config_file import configured_plan
@@ -34,7 +34,7 @@ class FileChange:
     """One changed file: what is new in it, and what its job takes."""
 
     file: str
-    status: str  # `added`, `changed` or `removed`
+    status: str  # `added`, `changed` or `removed`, or `affected` by another file that changed
     new: list[Finding]
     gone: list[Finding]
     lines: tuple[int, ...] = ()
@@ -99,6 +99,8 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
     if not names:
         return []
     forget_projects()
+    status |= dict.fromkeys(_naming(names, limits), "affected")
+    names = sorted({*names, *(name for name in status if status[name] == "affected")})
     found = []
     with files_of(ancestor) as old:
         for name in names:
@@ -112,19 +114,34 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
             plans, why = _plans(Path(name), options)
             earlier, _ = _plans(old / name, options)
             shown = min(plans.values(), key=_fastest_that_fits, default=None)
-            found.append(
-                FileChange(
-                    file=name,
-                    status=status[name],
-                    new=[each for key, each in here.items() if key not in was and key not in alone],
-                    gone=[each for key, each in was.items() if key not in here],
-                    lines=_changed_lines(old / name, Path(name)),
-                    before=None if shown is None else earlier.get((shown["preset"], shown["world_size"])),
-                    now=shown,
-                    not_planned=why,
-                )
+            change = FileChange(
+                file=name,
+                status=status[name],
+                new=[each for key, each in here.items() if key not in was and key not in alone],
+                gone=[each for key, each in was.items() if key not in here],
+                lines=_changed_lines(old / name, Path(name)),
+                before=_same_of(earlier, shown),
+                now=shown,
+                not_planned=why,
             )
+            if change.status != "affected" or change.new or change.gone or change.before != change.now:
+                found.append(change)
     return found
+
+
+def _naming(changed: Sequence[str], limits: Sequence[str]) -> Iterator[str]:
+    """Yield the files that have not changed and name one that has: a job and its DeepSpeed JSON."""
+    words = {Path(name).name for name in changed if name.endswith(SUFFIXES)}
+    places = {Path(name).resolve() for name in changed}
+    for name in _git("ls-files", "-z", "--", *limits).split("\0"):
+        file = Path(name)
+        if name in changed or not name.endswith(LINTED_SUFFIXES) or not file.is_file():
+            continue
+        text = file.read_text(errors="replace")
+        if any(word in text for word in words):
+            with contextlib.suppress(ToolkitError):
+                if places & {Path(each.path).resolve() for each in load_document(file).linted}:
+                    yield name
 
 
 @contextlib.contextmanager
@@ -168,7 +185,10 @@ def _linted(file: Path, root: Path) -> list[Finding] | None:
     except ToolkitError:
         return None
     prefix = f"{root}{os.sep}" if root != Path() else ""
-    return [replace(each, file=each.file.removeprefix(prefix)) for each in result.findings]
+    return [
+        replace(each, file=each.file.removeprefix(prefix), message=each.message.replace(prefix or "\n", ""))
+        for each in result.findings
+    ]
 
 
 def _key(finding: Finding) -> tuple[str, str, str, str]:
@@ -186,6 +206,14 @@ def _plans(file: Path, options: PlanOptions) -> tuple[dict[tuple[str, int], Plan
     except ToolkitError as error:
         return {}, error.message if file.is_file() else ""
     return {(row["preset"], row["world_size"]): {name: row[name] for name in PLANNED} for row in rows}, ""
+
+
+def _same_of(earlier: Mapping[tuple[str, int], PlanRow], shown: PlanRow | None) -> PlanRow | None:
+    """Return the earlier plan of the same preset and GPUs, or where the file has another preset now, the fastest."""
+    if shown is None:
+        return None
+    fastest = min(earlier.values(), key=_fastest_that_fits, default=None)
+    return earlier.get((shown["preset"], shown["world_size"]), fastest)
 
 
 def _is_over(row: PlanRow) -> bool:
