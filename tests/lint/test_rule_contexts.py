@@ -173,6 +173,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("number-as-text", {"a.sh": f"{RUN} x.py a.yaml\n", "a.yaml": TEXT, "b.py": "AdamW(lr=c['learning_rate'])\n",
                             "x.py": "c = yaml.safe_load(f)\nAdamW(lr=float(c['learning_rate']))\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: kernels-community/flash-attn@main:f\n"}),
+        ("unknown-word", {"a.sh": "torchrun x.py --loss_type grpo --output_dir o --bf16 --learning_rate 1e-5\n",
+                          "x.py": "from trl import GRPOTrainer\nHfArgumentParser(GRPOConfig)\nGRPOTrainer()\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}attn_implementation: mine\n", "x.py": "register('mine', f)\n"}),
         ("unknown-llama-factory-setting", {"a.sh": "llamafactory-cli train --stage sft --num_train_epochs3 --bf16\n"}),
         ("not-exported", {"a.sh": "WANDB_API_KEY=$2\nexport WANDB_DISABLED=true\ntorchrun x.py\n"}),

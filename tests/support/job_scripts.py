@@ -239,7 +239,7 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
         ("unread-by-trl", f"{RLOO} --vllm_mode server", f"{RLOO} --vllm_mode server --use_vllm"),
         ("unread-by-trl", f"{KTO} --datasets c", KTO),
         ("refused-by-grpo", GROUPS.format(6), GROUPS.format(8)),
-        ("unknown-word", f"{KTO} --dtype bf16", "accelerate launch x.py --max_completion_length 8 --loss_type grpo"),
+        ("unknown-word", f"{KTO} --dtype bf16", f"{KTO} --dtype bfloat16"),
         ("unknown-word", f"{RLOO} --reward_funcs accuracy a.b", f"{RLOO} --reward_funcs accuracy_reward a.b"),
     )),
     ("refused-by-peft", "swift sft --model a --dataset b --target_modules q_proj,v_proj\n",
