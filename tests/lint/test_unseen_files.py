@@ -226,6 +226,11 @@ def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: P
     assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
 
 
+def test_a_python_file_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="is Python, of which lint reads nothing"):
+        lint(tmp_path, a__py="args = TrainingArguments('out')\n")
+
+
 @pytest.mark.parametrize(
     "text",
     [

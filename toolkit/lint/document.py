@@ -454,6 +454,9 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
 
     `is_section` where `fsdp_config` names the file.
     """
+    if path.endswith(".py"):
+        hint = f"name what starts it, a script or a YAML; `toolkit rehearse --preset zero2 --script {path}` runs it"
+        raise NotAConfiguration(f"{path} is Python, of which lint reads nothing", hint=hint)
     if conflict := CONFLICT.match(text):
         line = conflict[1].count("\n") + 1
         raise MergeConflict(f"{path}, line {line}: a merge conflict is not resolved", hint="keep one side")
