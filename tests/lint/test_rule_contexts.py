@@ -157,6 +157,13 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("refused-by-llama-factory", {"a.sh": "llamafactory-cli train $C output_dir=o\n"}),
         ("unknown-word", {"a.yaml": f"{TRL}loss_type: sigmoid\nmax_length: 9\nmax_completion_length: 9\n"}),
         ("blank-in-assignment", {"a.sh": "torchrun x.py\ngpu = 8 bs 1:\n"}),
+        ("wrong-argument-type", {"a.sh": "torchrun x.py --output_dir o --bf16 --fsdp \"\" --seed 1\n", "x.py": HF}),
+        ("refused-by-grpo", {"a.yaml": f"{TRL}num_generations: 1\nmax_completion_length: 9\n",
+                             "x.py": "from trl.experimental.minillm import MiniLLMConfig\n"}),
+        ("unknown-word", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+                          "  zero_stage: 2\n  offload_optimizer_device: None\n"}),
+        ("checkpointing-block-unread", {"ds.json": zero(train_batch_size="auto", activation_checkpointing={
+            "partition_activations": True}), "setup.py": "", "x.py": f"model.gradient_checkpointing_enable()\n{HF}"}),
         ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
@@ -331,12 +338,16 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("unknown-script-option", {"a.sh": "torchrun x.py --validation_steps 3\n",
                                    "x.py": "import argparse\np = argparse.ArgumentParser()\n"
                                    "p.add_argument('--validation_step')\np.parse_args()\n"}, "`--validation_step`"),
+        ("unknown-deepspeed-key", {"a.json": zero(stage3_gather_16bit_weights_on_model_save=False)}, "remove it"),
+        ("refused-by-axolotl", {"a.yaml": f"{AXOLOTL}flash_attn_rms_norm: true\n"}, "remove it"),
+        ("shell-slip", {"a.sh": "torchrun x.py --bf16 \\\n\n  2>&1 | tee log\n"}, "backslash"),
         ("auto-is-kept", {"a.json": zero(gradient_accumulation_steps=2, train_batch_size=4),
                           "x.py": OWN_LOOP, "setup.py": ""}, "a number"),
         ("refused-by-grpo", {"a.sh": "python x.py --per_device_train_batch_size 2 --gradient_accumulation_steps 1 "
                              "--num_generations 4 --model_name_or_path a --output_dir o\n"}, "multiple of 2"),
         ("unknown-word", {"a.yaml": f"{TRL}loss_type: kto_pair\n"}, "one of these"),
         ("shell-slip", {"a.sh": "accelerate envexport A=b\naccelerate launch x.py\n"}, "accelerate launch"),
+        ("lost-line", {"a.sh": "torchrun x.py \\ # why\n  --bf16\n"}, "end the line before"),
         ("lost-line", {"a.sh": "torchrun x.py \\\n  --seed 1\n  # why\n  --bf16\n"}, "of the line before it"),
         ("refused-nested-key", {"a.json": zero(zero_optimization={"stage": 1, "cpu_offload_params": True})},
          "remove it"),

@@ -226,6 +226,14 @@ def test_another_environment_and_a_template_have_no_error(text: str, tmp_path: P
     assert [each for each in lint(tmp_path, a__yaml=text) if each.level == "error"] == []
 
 
+@pytest.mark.parametrize(("params", "said"), [('"betas": [0.9, 0.95]', ["warning"]), ('"lr": "auto"', [])])
+def test_an_optimizer_of_the_json_without_a_rate_has_its_own(params: str, said: list[str], tmp_path: Path) -> None:
+    text = f'{{"zero_optimization": {{"stage": 2}}, "optimizer": {{"type": "AdamW", "params": {{{params}}}}}}}'
+    script = "torchrun run_clm.py --deepspeed a.json --do_train --output_dir o --logging_steps 1\n"
+    found = lint(tmp_path, b__sh=script, a__json=text)
+    assert [each.level for each in found if each.key == "optimizer.params"] == said
+
+
 def test_a_python_file_is_said_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="is Python, of which lint reads nothing"):
         lint(tmp_path, a__py="args = TrainingArguments('out')\n")
@@ -235,6 +243,7 @@ def test_a_python_file_is_said_to_be_one(tmp_path: Path) -> None:
     "text",
     [
         "algo: x\ntask: y\nsave_dir: z\noptimizer: {type: AdamW, params: {}}\nlog_level: info\n",
+        "lora_r: 8\nlora_alpha: 16\ntarget_modules: [q_proj]\n",  # of a LoraConfig
         # of GPT-NeoX, which reads DeepSpeed's blocks among its own
         "num_layers: 2\nhidden_size: 8\nnum_attention_heads: 2\nnorm: rms\npos_emb: rotary\ndata_impl: mmap\n"
         "train_iters: 9\nlr_decay_iters: 9\nseq_length: 64\nzero_optimization: {stage: 1}\n",
@@ -1553,7 +1562,10 @@ def test_deepspeeds_configuration_is_known_without_a_zero_block_and_inside_of_a_
 
 @pytest.mark.parametrize(
     ("setting", "fix"),
-    [('"dtype": "bf16"', "remove it"), ('"zero_optimization": {"stage": 2, "offload_param": false}', "remove it: ")],
+    [
+        ('"dtype": "bf16"', '`"bf16": {"enabled"'),
+        ('"zero_optimization": {"stage": 2, "offload_param": false}', "remove it: "),
+    ],
 )
 def test_what_means_nothing_in_its_place_is_removed(setting: str, fix: str, tmp_path: Path) -> None:
     rest = "" if "zero_optimization" in setting else '"zero_optimization": {"stage": 2}, '

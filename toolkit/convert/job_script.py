@@ -302,7 +302,7 @@ def _read_call(tool: str, words: list[tuple[str, int, bool]], line_at: Any, star
         has_value = argument is not None and arguments[argument][0] is not None
         if is_open and not PAIR.match(word) and (argument is None or has_value or _MANY_WORDS.search(word)):
             complete = False
-        elif argument is not None and word.strip():  # an escaped space is nobody's value
+        elif argument is not None and (word.strip() or not word):  # an escaped space is nobody's value, and "" is one
             old, line = arguments[argument]
             arguments[argument] = word if old is None else [*(old if isinstance(old, list) else [old]), word], line
     return LauncherCall(
@@ -407,7 +407,8 @@ def _expanded(
         return found[0] if value is None else value
 
     for _ in range(3):
-        if not (new := _VARIABLE.sub(text_of, word)) or len(new) > 20_000:
+        new = _VARIABLE.sub(text_of, word)
+        if (is_open and not new) or len(new) > 20_000:  # an empty word in quotes is one
             return
         if new == word:
             break

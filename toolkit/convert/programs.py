@@ -59,6 +59,8 @@ def is_alike(name: str, other: str) -> bool:
     )
 
 
+# Of a LoraConfig, in a file of its own.
+PEFT_KEYS = {"r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "bias", "task_type", "init_lora_weights"}
 # Of LLaMA-Factory's format with `model`; beside `model_name_or_path` it is a script's own.
 NEXT_TO_MODEL = frozenset(["train_dataset"])
 
@@ -146,6 +148,8 @@ class ProgramSchema:
             keys -= NEXT_TO_MODEL
         if self.model not in (None, *keys) or keys.isdisjoint(self.markers):
             return False
+        if self.tool == "axolotl" and "model_name_or_path" in keys and "base_model" not in keys:
+            return False
         # A script's own file has one of them by chance: `base_model`, `stage`.
         is_sure = self.model or len(keys.intersection(self.markers)) > 1 or not keys.isdisjoint(self.decisive)
         most = max(MAX_UNKNOWN, UNKNOWN_PART * len(keys)) if is_sure else 0
@@ -191,6 +195,8 @@ def program_of(values: Mapping[str, Any]) -> str | None:
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
     keys = frozenset(values)
+    if keys <= PEFT_KEYS:
+        return None
     if not keys.isdisjoint((*OPEN_INSTRUCT_KEYS, *PARSER_KEYS)):
         return OPEN_INSTRUCT
     counts = {

@@ -69,6 +69,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
+    "recomputes_itself": lambda doc: "gradient_checkpointing" in doc.reader_source,
     "has_json": lambda doc: doc.deepspeed_json is not None,
     "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
     "is_named": lambda doc: doc.named_by is not None,

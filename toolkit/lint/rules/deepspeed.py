@@ -190,6 +190,10 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             level = None if here and not is_same else NOTE
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
+    if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
+        message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
+        level = None if trainer_of(doc) else level_for_trainer(doc)
+        yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other

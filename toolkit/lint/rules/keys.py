@@ -119,7 +119,7 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     elif block == "deepspeed_config" and name == "zero_optimization" and doc.has(f"{key}.stage"):
         stage = shorten(doc.get(f"{key}.stage"))
         fix = f"`zero_stage: {stage}`, and accelerate's names of the others, or a JSON: `deepspeed_config_file`"
-    elif not close and block == "deepspeed_config" and any(name in keys for keys in DEEPSPEED_BLOCKS.values()):
+    elif not close and block == "deepspeed_config" and _is_deepspeeds(name):
         fix = "remove it; a JSON that `deepspeed_config_file` names has it, without this block and `mixed_precision`"
     return Match(key, f"`{shorten(name)}` {what}", fix, rename=rename)
 
@@ -201,15 +201,28 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
         known: Collection[str] = ACCELERATE_BLOCKS.get(block) or {each for each in options if each.startswith(prefix)}
         for name, value in doc.block(block).items():
             full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
-            is_default = value in ("auto", False) and any(name in keys for keys in DEEPSPEED_BLOCKS.values())
+            is_default = _holds_anyway(name, value) and (block == "fsdp_config" or _is_deepspeeds(name))
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
                 is_open = since is not None and doc.may_be_older("accelerate", since)
                 if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
                     found = replace(found, fix="remove it", rename=None, remove=True)
-                level = NOTE if is_default else WARNING if is_open else found.level
+                level = NOTE if is_default and found.rename is None else WARNING if is_open else found.level
                 yield replace(found, since=since, level=level)
+
+
+def _holds_anyway(name: str, value: Any) -> bool:
+    """Return True for a value that a library takes without the key too: what nothing reads changes nothing then."""
+    return (
+        value == "auto"
+        or value is False
+        or str(value).lower() == LINT_TABLES["defaults"].get(name.removeprefix("fsdp_"))
+    )
+
+
+def _is_deepspeeds(name: str) -> bool:
+    return any(name in keys for keys in DEEPSPEED_BLOCKS.values())
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the nearest known key, or nothing")
@@ -219,7 +232,9 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
     for name in doc.data:
         is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
         if name not in known and not is_dotted and not name.startswith(COMMENT_PREFIXES):
-            yield _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
+            found = _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
+            holds = found.rename is None and _holds_anyway(name, doc.get(name))
+            yield replace(found, level=NOTE, fix="remove it") if holds else found
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the key inside its block")
@@ -497,7 +512,7 @@ def _other_words(doc: Document) -> Iterator[Match]:
     for name in CLOSED_ARGUMENTS if ours else OF_EVERY_PROGRAM if doc.program in FOREIGN else CLOSED_ARGUMENTS[:3]:
         if isinstance(doc.get(name), str) and doc.get(name) not in fields[name].choices:
             for found in _not_a_word(name, doc.get(name), fields[name].choices, "it raises"):
-                yield replace(found, since="5.0.0")  # which has dropped some of them
+                yield replace(found, since="5.0.0" if name == "optim" else None)  # which has dropped some of them
     trackers = doc.get("report_to") if ours else None
     known = (*trainer_schema().trackers, "all", "none")
     for name in [trackers] if isinstance(trackers, str) else trackers if isinstance(trackers, list) else ():

@@ -195,6 +195,7 @@ def is_grpo(doc: Document) -> bool:
     of_both = {"max_completion_length"} if doc.get("loss_type") not in OF_PAIRS else set()  # DPO had it, below TRL 0.25
     keys = doc.data.keys() & ({"num_generations"} | of_both)
     has_key = not all(parses_own(doc.reader_source, each) for each in keys)  # nor is one of them a script's own
+    has_key &= "GRPO" in doc.reader_source or not doc.has_code  # trl.experimental's trainers have such settings too
     is_its_command = doc.start is not None and doc.start.script == "trl grpo"
     return is_its_command or (has_key and is_its and "rloo" not in (doc.call.script or "" if doc.call else ""))
 

@@ -63,7 +63,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
             if re.match(r"\w+=", found[1]):
                 message = "what stands in front of it ends there: its variables do not reach the launcher"
             is_windows = script.text[:start].endswith("\\\r\n")
-            code = re.sub(r"(?:[ \t]*#[^\n]*\n)+\Z", "", script.text[:start])  # in front of the comments
+            code = re.sub(r"(?m)(?:^[ \t]*#[^\n]*\n)+\Z", "", script.text[:start])  # in front of the comments
             fix = "end the line before with a backslash, and nothing behind it"
             if len(code) < start:
                 fix = "no comment between the lines: it ends the command"
@@ -189,7 +189,12 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
         if meant and not (found[1] in known or used):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
             level = NOTE if found[1] == "NCCL_TIMEOUT" and not is_seen else None  # some scripts read it
-            yield Match(found[1], "no library reads it", f"`{meant}`", line=line, level=level, library="torch")
+            fix = (
+                f"`{meant}`"
+                if meant != "ddp_timeout"
+                else "the Trainer's `ddp_timeout`, or init_process_group's `timeout`"
+            )
+            yield Match(found[1], "no library reads it", fix, line=line, level=level, library="torch")
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
