@@ -164,6 +164,10 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                           "  zero_stage: 2\n  offload_optimizer_device: None\n"}),
         ("checkpointing-block-unread", {"ds.json": zero(train_batch_size="auto", activation_checkpointing={
             "partition_activations": True}), "setup.py": "", "x.py": f"model.gradient_checkpointing_enable()\n{HF}"}),
+        ("each-node-alone", {"a.sbatch": "#SBATCH --nodes=4\n"
+                             'srun bash -c "torchrun \\\\\n  --nnodes 4 \\\\\n  x.py"\n'}),
+        ("refused-by-llama-factory", {"a.yaml": f"defaults: [_self_]\n{FACTORY}eval_strategy: steps\n",
+                                      "x.py": "import hydra\n"}),
         ("no-such-port", {"a.sh": "torchrun --standalone --nproc_per_node 2 --master_port 123456 x.py\n"}),
         ("only-first-node", {"a.sbatch": f"{TWO_NODES}export DLTS_HOSTFILE=hosts\npython deepy.py train.py x.yml\n"}),
         ("folder-made-too-late", {"a.sbatch": "#SBATCH --output=logs/o\nmkdir -p logs\ntorchrun x.py\n",
@@ -229,6 +233,11 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("byte-order-mark", {"a.json": "\ufeff" + zero()}, "the Trainer"),
         ("node-rank-missing", {"a.sh": "export A=localhost\naccelerate launch --num_machines $N --main_process_ip $A "
                                "x.py\n"}, "rank 0"),
+        ("unknown-nested-key", {"a.yaml": "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+                                "deepspeed_config: {zero_stage: 2, bf16: {enabled: true}}\n"}, "no effect"),
+        ("removed-training-argument", {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n",
+                                       "x.py": "from transformers import AdamW\n",
+                                       "requirements.txt": "transformers==4.40.0\n"}, "==4.40.0"),
         ("starts-one-process", {"single_gpu.yaml": "distributed_type: 'NO'\nnum_processes: 8\n"}, "one process"),
         ("unknown-word", {"a.sh": "llamafactory-cli train --stage dpo --template qwen3 --pref_loss nca_pair "
                           "--sequence_parallel_size 8\n"}, "nca_pair"),
@@ -347,6 +356,7 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
                              "--num_generations 4 --model_name_or_path a --output_dir o\n"}, "multiple of 2"),
         ("unknown-word", {"a.yaml": f"{TRL}loss_type: kto_pair\n"}, "one of these"),
         ("shell-slip", {"a.sh": "accelerate envexport A=b\naccelerate launch x.py\n"}, "accelerate launch"),
+        ("refused-by-accelerate", {"a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 0\n"}, "remove it"),
         ("lost-line", {"a.sh": "torchrun x.py \\ # why\n  --bf16\n"}, "end the line before"),
         ("lost-line", {"a.sh": "torchrun x.py \\\n  --seed 1\n  # why\n  --bf16\n"}, "of the line before it"),
         ("refused-nested-key", {"a.json": zero(zero_optimization={"stage": 1, "cpu_offload_params": True})},

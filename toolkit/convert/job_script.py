@@ -262,7 +262,8 @@ def _words_behind(
     around = [token for token in _TOKEN.finditer(command) if token[0][0] in "'\""]
     stop = next((each.end() - 1 for each in around if each.start() < at - start < each.end() - 1), len(command))
     in_string = stop < len(command)
-    inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]) if in_string else command
+    # To the shell that runs the string, two backslashes are one, and continue its line.
+    inner = _ESCAPED_STRING.sub(r'"""\1"', command[:stop]).replace("\\\\\n", " \\\n") if in_string else command
     words = _words(inner, at - start, variables, in_string=in_string)
     return [
         ("$@" if is_open and word.strip("${}") in options else word, start + offset, is_open)

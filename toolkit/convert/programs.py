@@ -195,7 +195,7 @@ def program_of(values: Mapping[str, Any]) -> str | None:
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return TORCHTUNE
     keys = frozenset(values)
-    if keys <= PEFT_KEYS:
+    if keys <= PEFT_KEYS or _is_hydras(values):
         return None
     if not keys.isdisjoint((*OPEN_INSTRUCT_KEYS, *PARSER_KEYS)):
         return OPEN_INSTRUCT
@@ -208,6 +208,10 @@ def program_of(values: Mapping[str, Any]) -> str | None:
     return best[0] if len(best) == 1 else None
 
 
+def _is_hydras(values: Mapping[str, Any]) -> bool:
+    return isinstance(values.get("defaults"), list)  # of other files, which the script's own parser adds
+
+
 def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
     """Return the program that reads Trainer arguments, in a file or behind a script's name; None where nothing says it.
 
@@ -216,6 +220,8 @@ def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
     >>> reader_of({"finetuning_type": "lora", "warmup_ratio": 0.1}), reader_of({"learning_rate": 1e-5})
     ('llama-factory', 'transformers')
     """
+    if _is_hydras(values):
+        return A_SCRIPT
     keys, name = frozenset(values), re.sub("[-_]", "", script.lower())
     if not script and {"model_name_or_path", "dataset"} <= keys <= ARGUMENTS.keys():
         return TOOLKIT

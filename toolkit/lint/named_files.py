@@ -200,10 +200,6 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
     for first, others in _NEEDS.get(library, {}).items():
         needs |= others if version_numbers(version) >= version_numbers(first) else {}
     for name, least in needs.items():
-        for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
-            if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
-                return f"{name} below {dropped_in}, by its import of {lost}"
-    for name, least in needs.items():
         limit = _three(least)
         for found in (_asked(script, name), *_asked_by_files(folder, name)):
             is_exact = False
@@ -215,6 +211,10 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
                     is_exact |= sign == "=="
             if is_exact:
                 break
+    for name, least in needs.items():
+        for dropped_in, names in IMPORTS_REMOVED.get(name, {}).items():
+            if version_numbers(dropped_in) <= version_numbers(least) and (lost := _imported(folder, name, names)):
+                return f"{name} below {dropped_in}, by its import of {lost}"
     return None
 
 

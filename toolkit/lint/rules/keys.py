@@ -202,6 +202,7 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
         for name, value in doc.block(block).items():
             full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
             is_default = _holds_anyway(name, value) and (block == "fsdp_config" or _is_deepspeeds(name))
+            is_default |= block == "deepspeed_config" and _is_said_by_yaml(doc, name, value)
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
@@ -219,6 +220,16 @@ def _holds_anyway(name: str, value: Any) -> bool:
         or value is False
         or str(value).lower() == LINT_TABLES["defaults"].get(name.removeprefix("fsdp_"))
     )
+
+
+def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
+    """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys beside it say."""
+    inner = value if isinstance(value, dict) else {}
+    if name == "zero_optimization":
+        return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == as_int(
+            doc.get("deepspeed_config.zero_stage")
+        )
+    return name in ("bf16", "fp16") and as_bool(inner.get("enabled")) is (doc.get("mixed_precision") == name)
 
 
 def _is_deepspeeds(name: str) -> bool:

@@ -111,7 +111,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
             count = f"{processes} processes are refused" if processes else f"it needs {needs} processes, or a multiple"
             fix = f"a multiple of {needs} processes, or a batch and accumulation of {needs} times as much"
             of_trl = processes and not re.search(r"class \w*GRPO\w*\((?:\w+\.)?Trainer\)", doc.reader_source)
-            yield Match("num_generations", f"{start}: {count}", fix, level=None if of_trl else NOTE)
+            yield Match("num_generations", f"{start}: {count}", fix, level=None if of_trl else NOTE, since="0.15.0")
     elif batch and group and batch % group:
         yield Match(
             "generation_batch_size", f"{batch} is not a multiple of num_generations {group}", f"a multiple of {group}"
