@@ -11,6 +11,7 @@ import numpy
 import pytest
 from left_out_speeds import WITHOUT, CalibratedPair, alike, as_measured, calibrated_pairs, compared, planned
 from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
+from planned_commands import planned_command
 from published_runs import MPT, mpt, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
@@ -268,6 +269,19 @@ def test_experts_in_a_loop_take_as_long_as_in_two_public_jobs_of_transformers_4(
     assert grouped.step_seconds[1] < seconds
     assert either.step_seconds == (grouped.step_seconds[0], looped.step_seconds[1])
     assert "--no-looped-experts" in either.wider_for[-1]
+
+
+@pytest.mark.parametrize(("length", "published"), [(512, 1.50), (1024, 1.90), (2048, 2.77)])
+def test_eager_attention_takes_most_of_the_time_longer_that_transformers_documents(
+    length: int, published: float
+) -> None:
+    """Training of Pythia 410M in fp16, eager over SDPA (`model_doc/gpt_neox.md`): nothing is fitted to it."""
+    words = "EleutherAI/pythia-410m --program trainer --pure-bf16 --gpu rtx-3090 --num-processes 1 --preset single"
+    words += f" --per-device-train-batch-size 2 --equal-lengths --no-activation-checkpointing --max-seq-length {length}"
+    eager, sdpa = (planned_command(f"{words} --attn-implementation {name}").speed for name in ("eager", "sdpa"))
+    assert eager is not None
+    assert sdpa is not None
+    assert (published + 1) / 2 < eager.estimate_seconds / sdpa.estimate_seconds <= published
 
 
 def test_zero3s_hooks_are_what_a_small_job_waits_for() -> None:

@@ -55,8 +55,7 @@ class JobAndGpuOptions:
         Option(help="modules that GaLore or APOLLO projects: all-linear, a pattern, or parts of names"),
     ] = None
     equal_lengths: Annotated[
-        bool,
-        Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),
+        bool, Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed")
     ] = False
     accumulate: Annotated[
         str | None,
@@ -118,12 +117,10 @@ class PlanOptions(JobAndGpuOptions):
         Option(help="rows whose logits compute_metrics needs: all, or of eval_accumulation_steps, of all GPUs", min=1),
     ] = None
     activation_checkpointing: Annotated[
-        bool | None,
-        switch("activation-checkpointing", "recompute activations in the backward pass; by default where needed"),
+        bool | None, switch("activation-checkpointing", "recompute activations in the backward; by default if needed")
     ] = None
     activation_checkpointing_offload: Annotated[
-        bool,
-        Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory"),
+        bool, Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory")
     ] = False
     activation_checkpointing_selective: Annotated[
         bool,
@@ -134,8 +131,7 @@ class PlanOptions(JobAndGpuOptions):
     ] = ()
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
     async_save: Annotated[
-        bool,
-        Option("--async-save", help="checkpoints are written during training, from a copy in host memory"),
+        bool, Option("--async-save", help="checkpoints are written during training, from a copy in host memory")
     ] = False
     image_tokens: Annotated[int | None, Option(help="tokens of images among those of a sequence; 0: text", min=0)] = (
         None
@@ -144,8 +140,7 @@ class PlanOptions(JobAndGpuOptions):
         bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
     ] = False
     attn_implementation: Annotated[
-        str | None,
-        Option(help="attention of packed rows; auto (the default): no mask where the model allows it"),
+        str | None, Option(help="attention of packed rows; auto (the default): no mask where the model allows it")
     ] = None
     loss: Annotated[
         str, Option(help="chunked, full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16")
@@ -176,9 +171,7 @@ class PlanOptions(JobAndGpuOptions):
     ] = None
     kbit_training: Annotated[
         bool | None,
-        switch(
-            "kbit-training", "peft's prepare_model_for_kbit_training: fp32 embeddings, head, norms, residual stream"
-        ),
+        switch("kbit-training", "prepare_model_for_kbit_training: fp32 embeddings, head, norms, residual stream"),
     ] = None
     peft_input_cast: Annotated[bool | None, switch("peft-input-cast", "peft casts adapters' inputs")] = None
     fp32_base: Annotated[bool | None, switch("fp32-base", "LoRA on a base in fp32, as TRL loads it")] = None

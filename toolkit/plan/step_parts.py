@@ -127,7 +127,11 @@ def compute_seconds(
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak
     passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
-    moved = calibration.kernel_bytes * _saved_bytes(shape).token_bytes(job.tokens_per_row) * passes
+    moved = (
+        calibration.kernel_bytes
+        * _saved_bytes(shape, job.attention_with_scores).token_bytes(job.tokens_per_row)
+        * passes
+    )
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
     moved *= calibration.liger_share if job.loss == "fused" else 1.0
     moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
@@ -135,9 +139,11 @@ def compute_seconds(
 
 
 @lru_cache(maxsize=256)
-def _saved_bytes(shape: ModelShape) -> SavedBytes:
-    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
-    return Activations(shape=shape).saved("none").layers
+def _saved_bytes(shape: ModelShape, scores: str | None) -> SavedBytes:
+    """What all layers save in a full fine-tune, attention's `scores` too where no kernel is fused: a measure of what
+    their kernels move, also where less is saved."""
+    has_scores = scores and shape.activations_from == "formulas"
+    return Activations(shape=replace(shape, attention=scores) if has_scores else shape).saved("none").layers
 
 
 def _matmul_share(gpu: Gpu) -> float:
