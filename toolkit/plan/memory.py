@@ -191,8 +191,9 @@ def plan_engine_memory(
             yield OtherReading(read.planned_peak_bytes, option)
 
     def least_reading() -> MemoryPlan:
-        # the program's own JSON may say `pin_memory: false`
-        return plan_engine_memory(shape, replace(engine, pins_memory=False), job.least_reading(), load=load)
+        # its JSON for DeepSpeed may say `pin_memory: false`; FSDP always locks pages
+        pins = engine.pins_memory and not engine.traits.has_flat_states
+        return plan_engine_memory(shape, replace(engine, pins_memory=pins), job.least_reading(), load=load)
 
     return MemoryPlan(
         states=states,
