@@ -142,8 +142,9 @@ def compute_seconds(
 def _saved_bytes(shape: ModelShape, scores: str | None) -> SavedBytes:
     """What all layers save in a full fine-tune, attention's `scores` too where no kernel is fused: a measure of what
     their kernels move, also where less is saved."""
-    has_scores = scores and shape.activations_from == "formulas"
-    return Activations(shape=replace(shape, attention=scores) if has_scores else shape).saved("none").layers
+    if scores and shape.activations_from == "formulas":
+        shape = replace(shape, attention=scores)
+    return Activations(shape=shape).saved("none").layers
 
 
 def _matmul_share(gpu: Gpu) -> float:
