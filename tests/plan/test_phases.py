@@ -255,3 +255,12 @@ def test_long_rows_of_counted_models_need_what_grows_with_their_tokens(job: str,
     phases = planned_command(f"{job} {of_gpu}").memory.phases
     allocated = max(each.allocated_bytes for each in phases) / GIB
     assert 0.8 * limit < allocated < limit
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192])
+def test_a_layers_backward_takes_as_much_per_token_as_a_count_without_the_weights_gradients(length: int) -> None:
+    """GLM-4's 9B under autocast: 90,108 bytes in counts of 8 x 512, 2 x 2,048 and 1 x 8,192 tokens, and longer rows."""
+    words = "zai-org/GLM-4-9B-0414 --gpu h200 --num-processes 1 --preset single --activation-checkpointing --loss cut"
+    rows = f"--equal-lengths --max-seq-length {length} --per-device-train-batch-size {8192 // length}"
+    [backward] = (each for each in planned_command(f"{words} {rows}").memory.phases if each.phase == "backward")
+    assert backward.activation_bytes == 8192 * (283_280 + 90_108)  # what the first layer saves, and its backward

@@ -460,6 +460,16 @@ def test_a_job_of_another_program_does_not_fit_only_where_its_reading_with_least
     assert whole.lowest_peak_bytes < planned("fsdp2", 8, **waiting, accumulate="sharded").least_peak_bytes
 
 
+def test_a_node_that_lacks_only_page_locked_memory_is_too_close_for_another_programs_job() -> None:
+    """20 bytes per parameter: master weights, AdamW's states, gradients in fp32 and fp16, and flat parameters."""
+    ours, theirs = (planned("zero3_cpu_offload", 1, program=program) for program in (None, "trainer"))
+    least = theirs.least_host_bytes
+    assert least == pytest.approx(20 * LLAMA_8B_PARAMS, rel=0.01)
+    verdicts = [memory_verdict(plan, memory_bytes=2**50, host_bytes=least) for plan in (ours, theirs)]
+    assert verdicts == ["does_not_fit", "too_close"]
+    assert memory_verdict(theirs, memory_bytes=2**50, host_bytes=least - 1) == "does_not_fit"
+
+
 def test_a_plan_above_the_gpu_that_may_fit_all_the_same_says_from_what_it_is_possible(capsys: Any) -> None:
     words = "Llama-2-7b-hf --program trainer --gpu rtx-3090 --num-processes 1 --preset single --lora-r 8"
     job = "--per-device-train-batch-size 4 --max-seq-length 1024 --no-activation-checkpointing"

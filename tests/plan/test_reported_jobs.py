@@ -9,8 +9,10 @@ Then the shares of a GPU were chosen, on all of these, and `since` was planned o
 whose commands were written before. GB are read as GiB. `blind` was planned once, last, and chose nothing; two of its
 commands were refused and have the attention that the hint named. nemo-8b has dropout on adapters that are not peft's.
 So was `blind2`, of 20 other sources, frozen before; ten commands were refused and lost `--equal-lengths`, as the
-message says. tf-13329's host memory, 120 GiB, is a guess: its report says that 100 GB were used. Afterwards the two
-jobs on V100s got `--no-fp16`, as their report says bf16: such a GPU has no fused kernel for it, which is planned since.
+message says. tf-13329's host memory, 120 GiB, is a guess: its report says that 100 GB were used. It was refused, until
+other programs could do without page-locked memory; two speeds of experts in a loop were outside, and one of eager
+attention. Afterwards the two jobs on V100s got `--no-fp16`, as their report says bf16: such a GPU has no fused kernel
+for it, which is planned since.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -61,7 +63,7 @@ def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
     ran_out = [plan.verdict for row, plan in of(half) if row["reported"] == "OOM"]
     refused = {row["id"] for row, plan in of(half) if row["reported"] != "OOM" and plan.verdict == DOES_NOT_FIT}
     assert (len(ran_out), ran_out.count(FITS)) == (out_of_memory, wrong)
-    assert refused == {"blind": {"nemo-8b"}, "blind2": {"tf-13329"}}.get(half, set())
+    assert refused == {"blind": {"nemo-8b"}}.get(half, set())
 
 
 def test_public_jobs_that_ran_out_of_memory_and_fit_are_few_and_known() -> None:
@@ -149,7 +151,7 @@ def test_reported_speeds_lie_inside_the_interval() -> None:
         speed and speed.tokens_per_second_per_gpu[0] <= each <= speed.tokens_per_second_per_gpu[1]
         for each, speed in found
     ]
-    assert (sum(map(bool, inside)), len(inside)) == (21, 28)  # three without the tokens of padding
+    assert (sum(map(bool, inside)), len(inside)) == (24, 28)  # three without the tokens of padding
 
 
 def of_reported(row: dict[str, str], plan: Plan) -> float:

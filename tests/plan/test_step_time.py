@@ -11,6 +11,7 @@ import numpy
 import pytest
 from left_out_speeds import WITHOUT, CalibratedPair, alike, as_measured, calibrated_pairs, compared, planned
 from measured_jobs import MeasuredJob, measured_jobs, mosaicml_jobs
+from planned_commands import planned_command
 from published_runs import MPT, mpt, published
 
 from toolkit.hardware.gpu_table import custom_gpu, find_gpu
@@ -21,6 +22,7 @@ from toolkit.models.shape import ModelShape
 from toolkit.plan.candidates import EQUAL_WITHIN
 from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.methods import Method
+from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.step_parts import CALIBRATION, FLASH_2, Calibration
 from toolkit.plan.step_time import PAIR_SPREAD, MeasuredStep, StepTime, step_time
@@ -231,6 +233,55 @@ def test_experts_under_autocast_are_computed_in_fp32_and_those_of_engines_are_no
     assert more == pytest.approx(8192 * 6 * of_experts / (67e12 * 0.803 * 0.9), rel=0.1)
     frozen = on_h200("single", lora_r=8)  # held in bf16
     assert frozen.compute_seconds < on_h200("single").compute_seconds / 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "preset", "job", "seconds"),
+    [
+        ((28, 3584, 28, 4, 2560, 20480, 64, 8), "h100", "zero3", (8, 512, 64), 271),
+        ((24, 2048, 16, 16, 1408, 5632, 60, 4), "a100-80gb", "ddp", (16, 2048, 8), 64),
+    ],
+)
+def test_experts_in_a_loop_take_as_long_as_in_two_public_jobs_of_transformers_4(
+    sizes: tuple[int, ...], gpu: str, preset: str, job: tuple[int, int, int], seconds: float
+) -> None:
+    """QwenLM/Qwen3#736 and ms-swift#2213 (8 GPUs without a name): seconds of a step, read after the count was made."""
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "moe_intermediate_size")
+    names += ("shared_expert_intermediate_size", "num_experts", "num_experts_per_tok")
+    fixed = {"model_type": "qwen2_moe", "vocab_size": 151936, "intermediate_size": 5632, "decoder_sparse_step": 1}
+    config = {**fixed, "tie_word_embeddings": False, **dict(zip(names, sizes, strict=True))}
+    shape = shape_from_config(ConfigFields(config, "config.json"))
+    assert shape is not None
+
+    def steps(**more: Any) -> StepTime:
+        words = ("gradient_accumulation_steps", "max_seq_length", "lora_r")
+        options: dict[str, Any] = dict(zip(words, job, strict=True)) | {"per_device_train_batch_size": 1, **more}
+        planned_job = PlannedJob.from_options(
+            PlanOptions(program="trainer", activation_checkpointing=True, **options), full_length=True
+        )
+        setup = TrainingSetup(shape=shape, preset=load_preset(preset), world_size=8, job=planned_job)
+        speed = step_time(setup, Interconnect(gpu=find_gpu(gpu), world_size=8))
+        assert speed is not None
+        return speed
+
+    looped, grouped, either = (steps(**how) for how in ({"looped_experts": True}, {"looped_experts": False}, {}))
+    assert looped.step_seconds[0] < seconds < looped.step_seconds[1]
+    assert grouped.step_seconds[1] < seconds
+    assert either.step_seconds == (grouped.step_seconds[0], looped.step_seconds[1])
+    assert "--no-looped-experts" in either.wider_for[-1]
+
+
+@pytest.mark.parametrize(("length", "published"), [(512, 1.50), (1024, 1.90), (2048, 2.77)])
+def test_eager_attention_takes_most_of_the_time_longer_that_transformers_documents(
+    length: int, published: float
+) -> None:
+    """Training of Pythia 410M in fp16, eager over SDPA (`model_doc/gpt_neox.md`): nothing is fitted to it."""
+    words = "EleutherAI/pythia-410m --program trainer --pure-bf16 --gpu rtx-3090 --num-processes 1 --preset single"
+    words += f" --per-device-train-batch-size 2 --equal-lengths --no-activation-checkpointing --max-seq-length {length}"
+    eager, sdpa = (planned_command(f"{words} --attn-implementation {name}").speed for name in ("eager", "sdpa"))
+    assert eager is not None
+    assert sdpa is not None
+    assert (published + 1) / 2 < eager.estimate_seconds / sdpa.estimate_seconds <= published
 
 
 def test_zero3s_hooks_are_what_a_small_job_waits_for() -> None:

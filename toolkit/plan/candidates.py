@@ -163,7 +163,9 @@ class Candidate:
         """Why the node's host memory is too small; None if it is not."""
         needed, host = self.memory.host.peak_bytes, self.request.node_memory_bytes
         sizes = f"{tenths_of_gib(needed)} GiB of host memory per node, which has {tenths_of_gib(host)}"
-        return f"needs {sizes}" if needed > host else None
+        least = self.memory.least_host_bytes if needed > host else host
+        unlocked = f", or {tenths_of_gib(least)} that is not page-locked" if least < needed else ""
+        return f"needs {sizes}{unlocked}" if needed > host else None
 
     @property
     def preset(self) -> PresetSpec:

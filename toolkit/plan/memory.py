@@ -131,6 +131,11 @@ class MemoryPlan:
             return self.peak.state_bytes + int(rest / (1 + more))
         return int(self.least_reading().least_peak_bytes / OVERPLANNED)
 
+    @cached_property
+    def least_host_bytes(self) -> int:
+        """The host memory in the reading with least memory, in which no blocks are page-locked and rounded."""
+        return (self if self.least_reading is None else self.least_reading()).host.peak_bytes
+
     @property
     def possible_peak_bytes(self) -> int | None:
         """Upper end of the range: the planned peak, and the margin by which it may be higher; None: not known."""
@@ -186,7 +191,9 @@ def plan_engine_memory(
             yield OtherReading(read.planned_peak_bytes, option)
 
     def least_reading() -> MemoryPlan:
-        return plan_engine_memory(shape, engine, job.least_reading(), load=load)
+        # its JSON for DeepSpeed may say `pin_memory: false`; FSDP always locks pages
+        pins = engine.pins_memory and not engine.traits.has_flat_states
+        return plan_engine_memory(shape, replace(engine, pins_memory=pins), job.least_reading(), load=load)
 
     return MemoryPlan(
         states=states,
@@ -263,7 +270,8 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
 
     It fits in the reading of the job with most memory, and does not in the one with least; else it is too close.
     """
-    if host_bytes is not None and plan.host.peak_bytes > host_bytes:
+    lacks_host = host_bytes is not None and plan.host.peak_bytes > host_bytes
+    if host_bytes is not None and lacks_host and plan.least_host_bytes > host_bytes:
         return DOES_NOT_FIT
     verdict = fit_verdict(
         planned_peak_bytes=plan.planned_peak_bytes,
@@ -274,7 +282,7 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
     )
     if verdict == DOES_NOT_FIT and plan.lowest_peak_bytes <= memory_bytes:
         return TOO_CLOSE
-    if verdict == FITS and plan.other is not None and plan.other.planned_peak_bytes > memory_bytes:
+    if verdict == FITS and (lacks_host or (plan.other is not None and plan.other.planned_peak_bytes > memory_bytes)):
         return TOO_CLOSE
     return verdict
 

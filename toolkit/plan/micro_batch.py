@@ -19,7 +19,10 @@ from toolkit.plan.methods import SFT, adapter_input_bytes
 from toolkit.plan.planned_job import PlannedJob
 from toolkit.plan.programs import TOOLKIT
 
-LONGEST_COUNTED = 3072  # tokens of a row
+# What a layer's backward allocates is the larger of two lines. The one of few tokens is mostly the gradients of its
+# weights, which are planned beside it; the other goes through the two longest counts, of 2,048 and 3,072 tokens. Of the
+# parabola through the three it is the chord, with this position.
+CHORD_OF_COUNTS = 2048 + 3072
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +86,8 @@ def micro_batch(shape: ModelShape, engine: EngineSettings, job: PlannedJob, weig
     saved = _saved(activations, activations.mask_at(length, padded=padded, varlen=varlen))
     residual = tokens * activations.residual_bytes * hidden
     width = shape.intermediate_size * (shape.experts_per_token or 1)  # of the MLP
-    # Scores grow with the square, unlike a mask of 2 bytes; else the parabola of a backward goes on as its tangent.
-    has_scores = saved.largest_layer.per_position > 2
-    known = length if has_scores else min(length, LONGEST_COUNTED)
-    position = 2 * known - known**2 // length
+    has_scores = saved.largest_layer.per_position > 2  # these grow with the square, unlike a mask of 2 bytes
+    position = length if has_scores else CHORD_OF_COUNTS
     layer_backward = tokens * max(0, saved.backward.token_bytes(position))
     if job.numerics.tiled_mlp and not has_scores:
         layer_backward = min(layer_backward, 2 * residual)

@@ -6,7 +6,7 @@ planner: `toolkit --help` loads it.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -16,7 +16,6 @@ from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.parallel.pipeline_schedule import DEFAULT_SCHEDULE, SCHEDULES
 
 DEFAULT_GPUS_HELP = "by default all that are visible"
-CHECKPOINTING_FLAG = "--activation-checkpointing/--no-activation-checkpointing"
 
 GpuName = Annotated[str | None, Option(help="GPU name: h100, a100-80gb, rtx-4090, ...; by default this node's")]
 GpuMemory = Annotated[float | None, Option(help="memory of a GPU that the table lacks")]
@@ -28,6 +27,11 @@ PrecomputeFlag = Annotated[
     bool,
     Option("--precompute-ref-log-probs", help="dpo, kto: score with the reference before training, then drop it"),
 ]
+
+
+def switch(name: str, text: str) -> Any:
+    """Return the flag of an option that is on, off, or left to the program and its versions."""
+    return Option(f"--{name}/--no-{name}", help=text, show_default=False)  # Typer would break a default at its hyphens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,7 @@ class JobAndGpuOptions:
         Option(help="modules that GaLore or APOLLO projects: all-linear, a pattern, or parts of names"),
     ] = None
     equal_lengths: Annotated[
-        bool,
-        Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed"),
+        bool, Option("--equal-lengths", help="all sequences have the full length, so no attention mask is needed")
     ] = False
     accumulate: Annotated[
         str | None,
@@ -89,10 +92,7 @@ class JobAndGpuOptions:
     use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
         False
     )
-    fp16: Annotated[
-        bool | None,
-        Option("--fp16/--no-fp16", help="fp16 with a loss scale; default: on a GPU without bf16", show_default=False),
-    ] = None
+    fp16: Annotated[bool | None, switch("fp16", "fp16 with a loss scale; default: on a GPU without bf16")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,10 @@ class PlanOptions(JobAndGpuOptions):
         Option(help="rows whose logits compute_metrics needs: all, or of eval_accumulation_steps, of all GPUs", min=1),
     ] = None
     activation_checkpointing: Annotated[
-        bool | None,
-        Option(
-            CHECKPOINTING_FLAG,
-            help="recompute activations in the backward pass; by default where needed",
-            show_default=False,  # Typer would break `no-activation-checkpointing` at its hyphens
-        ),
+        bool | None, switch("activation-checkpointing", "recompute activations in the backward; by default if needed")
     ] = None
     activation_checkpointing_offload: Annotated[
-        bool,
-        Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory"),
+        bool, Option("--activation-checkpointing-offload", help="keep the checkpointed activations in host memory")
     ] = False
     activation_checkpointing_selective: Annotated[
         bool,
@@ -137,8 +131,7 @@ class PlanOptions(JobAndGpuOptions):
     ] = ()
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
     async_save: Annotated[
-        bool,
-        Option("--async-save", help="checkpoints are written during training, from a copy in host memory"),
+        bool, Option("--async-save", help="checkpoints are written during training, from a copy in host memory")
     ] = False
     image_tokens: Annotated[int | None, Option(help="tokens of images among those of a sequence; 0: text", min=0)] = (
         None
@@ -147,14 +140,10 @@ class PlanOptions(JobAndGpuOptions):
         bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
     ] = False
     attn_implementation: Annotated[
-        str | None,
-        Option(help="attention of packed rows; auto (the default): no mask where the model allows it"),
+        str | None, Option(help="attention of packed rows; auto (the default): no mask where the model allows it")
     ] = None
     loss: Annotated[
-        str,
-        Option(
-            help="chunked, full, fused (Liger), cut (no logits), chunked_output (torchtune), upcast (2024), or bf16"
-        ),
+        str, Option(help="chunked, full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16")
     ] = "chunked"
     program: Annotated[
         str | None,
@@ -163,51 +152,29 @@ class PlanOptions(JobAndGpuOptions):
             " options below win"
         ),
     ] = None
-    pure_bf16: Annotated[
-        bool | None,
-        Option("--pure-bf16/--no-pure-bf16", help="trained weights and states in bf16, no masters", show_default=False),
-    ] = None
+    pure_bf16: Annotated[bool | None, switch("pure-bf16", "trained weights and states in bf16, no masters")] = None
     load_in_8bit: Annotated[bool | None, Option("--load-in-8bit", help="LoRA on a base in 8 bits")] = None
     double_quantization: Annotated[
-        bool | None,
-        Option(
-            "--double-quantization/--no-double-quantization",
-            help="4-bit weights: their constants are quantized too",
-            show_default=False,
-        ),
+        bool | None, switch("double-quantization", "4-bit weights: their constants are quantized too")
     ] = None
     sharded_4bit: Annotated[
         bool | None,
-        Option(
-            "--sharded-4bit/--no-sharded-4bit",
-            help="4-bit weights in a floating dtype; FSDP2 leaves those in uint8 whole on each GPU",
-            show_default=False,
-        ),
+        switch("sharded-4bit", "4-bit weights in a floating dtype; FSDP2 leaves those in uint8 whole on each GPU"),
     ] = None
     experts_in_4bit: Annotated[
         bool | None,
-        Option(
-            "--experts-in-4bit/--no-experts-in-4bit",
-            help="4-bit weights: fused experts too, which transformers 5 leaves as they are",
-            show_default=False,
-        ),
+        switch("experts-in-4bit", "4-bit weights: fused experts too, which transformers 5 leaves as they are"),
+    ] = None
+    looped_experts: Annotated[
+        bool | None,
+        switch("looped-experts", "experts run one after the other: transformers 4, or torch below 2.9 before Hopper"),
     ] = None
     kbit_training: Annotated[
         bool | None,
-        Option(
-            "--kbit-training/--no-kbit-training",
-            help="peft's prepare_model_for_kbit_training: fp32 embeddings, head, norms and residual stream",
-            show_default=False,
-        ),
+        switch("kbit-training", "prepare_model_for_kbit_training: fp32 embeddings, head, norms, residual stream"),
     ] = None
-    peft_input_cast: Annotated[
-        bool | None,
-        Option("--peft-input-cast/--no-peft-input-cast", help="peft casts adapters' inputs", show_default=False),
-    ] = None
-    fp32_base: Annotated[
-        bool | None,
-        Option("--fp32-base/--no-fp32-base", help="LoRA on a base in fp32, as TRL loads it", show_default=False),
-    ] = None
+    peft_input_cast: Annotated[bool | None, switch("peft-input-cast", "peft casts adapters' inputs")] = None
+    fp32_base: Annotated[bool | None, switch("fp32-base", "LoRA on a base in fp32, as TRL loads it")] = None
     lora_dropout: Annotated[float | None, Option(help="dropout on the inputs of adapters", min=0, max=1)] = None
     fp8: Annotated[bool | None, Option("--fp8", help="linear layers in FP8 by torchao: the memory of bf16")] = None
     oft_block_size: Annotated[
@@ -216,26 +183,14 @@ class PlanOptions(JobAndGpuOptions):
     ] = None
     dora: Annotated[bool | None, Option("--dora", help="adapters with magnitudes: DoRA")] = None
     expandable_segments: Annotated[
-        bool | None,
-        Option(
-            "--expandable-segments/--no-expandable-segments",
-            help="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            show_default=False,
-        ),
+        bool | None, switch("expandable-segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     ] = None
     fsdp1: Annotated[bool | None, Option("--fsdp1", help="FSDP1: planned as FSDP2")] = None
     save_on_gpu: Annotated[
         bool | None,
-        Option(
-            "--save-on-gpu/--no-save-on-gpu",
-            help="FSDP: each rank gathers all weights on its GPU to save them, as the Trainer did until 4.30",
-            show_default=False,
-        ),
+        switch("save-on-gpu", "FSDP: each rank gathers all weights on its GPU to save, as the Trainer did until 4.30"),
     ] = None
-    zero3_init: Annotated[
-        bool | None,
-        Option("--zero3-init/--no-zero3-init", help="ZeRO-3 shards weights as they are loaded", show_default=False),
-    ] = None
+    zero3_init: Annotated[bool | None, switch("zero3-init", "ZeRO-3 shards weights as they are loaded")] = None
     data_parallel: Annotated[
         int | None, Option(help="GPUs of one process: DataParallel gathers all logits on the first", min=2)
     ] = None
@@ -245,11 +200,7 @@ class PlanOptions(JobAndGpuOptions):
     tiled_mlp: Annotated[bool | None, Option("--tiled-mlp", help="the MLP takes a part of the rows at a time")] = None
     gradient_as_bucket_view: Annotated[
         bool | None,
-        Option(
-            "--gradient-as-bucket-view/--no-gradient-as-bucket-view",
-            help="ddp: gradients are views of DDP's buckets, not a second copy; default: for `sft` alone",
-            show_default=False,
-        ),
+        switch("gradient-as-bucket-view", "ddp: gradients are views of buckets, no second copy; default: for `sft`"),
     ] = None
     pp: Annotated[int | None, Option(help="pipeline parallelism: GPUs that hold different layers")] = None
     pipeline_schedule: Annotated[

@@ -47,7 +47,7 @@ LARGEST_WORLD_SIZE = 2**20
 BLAS_HANDLES = 2
 LOG_PROBABILITY_BYTES = 4  # saved per logit between forward and backward
 # Options whose default other programs' versions decide.
-OPEN_OPTIONS = ("attn_implementation", "pure_bf16", "save_on_gpu", "zero3_init")
+OPEN_OPTIONS = ("attn_implementation", "pure_bf16", "save_on_gpu", "zero3_init", "looped_experts")
 
 # What a plan depends on, beside the choices that `PlannedJob.of` makes.
 PLANNED_ARGUMENTS = (

@@ -29,6 +29,9 @@ class Numerics:
     fsdp2_masters: bool = False
     """Under FSDP2 these are fp32 all the same: accelerate 1.15 converts what is trained (`fsdp_utils.py:815`)."""
     load_in_8bit: bool = False
+    looped_experts: bool = False
+    """Experts run one after the other in Python: transformers 4, and 5 where torch has no grouped matrix
+    multiplication (below 2.9 on GPUs before Hopper; transformers 5.23, `_can_use_grouped_mm`)."""
     kbit_training: bool = False
     """peft's `prepare_model_for_kbit_training`: embeddings, head, norms and the residual stream are fp32."""
     double_quantization: bool = True
@@ -191,6 +194,7 @@ def numerics_text(numerics: Numerics) -> str:
         "fsdp1": "FSDP1",
         "save_on_gpu": "saved from the GPU",
         "tiled_mlp": "MLP in tiles",
+        "looped_experts": "experts in a loop",
         "data_parallel": "GPU 0 of DataParallel",
     }
     parts = [f"numerics of {numerics.program}"] if numerics.program != TOOLKIT else []

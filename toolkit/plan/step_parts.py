@@ -11,6 +11,7 @@ from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.job_weights import JobWeights
+from toolkit.models.lora import ALL_LINEAR
 from toolkit.models.optimizers import OptimizerSpec, UpdatedTensor
 from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
@@ -43,6 +44,9 @@ PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
 # Operations that the host launches per layer, counted in torch's dispatcher (a Llama in transformers 5.23, SDPA, views
 # left out): forward and backward, under autocast, and for each adapter in addition.
 HOST_OPERATIONS, AUTOCAST_OPERATIONS, ADAPTER_OPERATIONS = (38, 78), (54, 100), (6.6, 8.7)
+# The same for each expert that has tokens, where experts run in a loop: Qwen3-MoE and Mixtral in transformers 4.57
+# (GLM-4-MoE: 10 and 18). Each of its linear layers is a module.
+EXPERT_OPERATIONS, EXPERT_LINEARS = (12, 17), ("gate_proj", "up_proj", "down_proj")
 
 # ZeRO-3's hooks run in Python before and after each module that has parameters, in the forward and in the backward: per
 # module and pass 0.7 to 1.1 ms on an H200 and one rank, in three jobs that waited for them (docs/evidence/gpu.md), but
@@ -123,7 +127,11 @@ def compute_seconds(
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak
     passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
-    moved = calibration.kernel_bytes * _saved_bytes(shape).token_bytes(job.tokens_per_row) * passes
+    moved = (
+        calibration.kernel_bytes
+        * _saved_bytes(shape, job.attention_with_scores).token_bytes(job.tokens_per_row)
+        * passes
+    )
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
     moved *= calibration.liger_share if job.loss == "fused" else 1.0
     moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
@@ -131,8 +139,11 @@ def compute_seconds(
 
 
 @lru_cache(maxsize=256)
-def _saved_bytes(shape: ModelShape) -> SavedBytes:
-    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
+def _saved_bytes(shape: ModelShape, scores: str | None) -> SavedBytes:
+    """What all layers save in a full fine-tune, attention's `scores` too where no kernel is fused: a measure of what
+    their kernels move, also where less is saved."""
+    if scores and shape.activations_from == "formulas":
+        shape = replace(shape, attention=scores)
     return Activations(shape=shape).saved("none").layers
 
 
@@ -179,13 +190,26 @@ def host_seconds(setup: TrainingSetup, calibration: Calibration) -> float:
     forwards = setup.forwards + setup.accumulation_steps * setup.job.method.scoring_forwards
     operations = 1.0 * setup.part.num_layers * (forward * forwards + backward * setup.accumulation_steps)
     adapters = sum(count for tensor, count in setup.weights.trained if ".lora_A." in tensor.name)
+    looped, targets = _looped_experts(setup), setup.job.lora_target_modules
+    operations += looped * (EXPERT_OPERATIONS[0] * forwards + EXPERT_OPERATIONS[1] * setup.accumulation_steps)
+    if setup.weights.adapters:
+        adapters += looped * sum(targets == ALL_LINEAR or name in targets for name in EXPERT_LINEARS)
     passes = zip(ADAPTER_OPERATIONS, (setup.forwards, setup.accumulation_steps), strict=True)
     operations += adapters * sum(launched * times for launched, times in passes)
     seconds = operations * calibration.host_seconds
     if setup.engine.traits.has_flat_states and setup.engine.shards_parameters:
         modules = sum(len({tensor.name.rpartition(".")[0] for tensor in layer}) for layer in setup.part.layers)
+        modules += len(EXPERT_LINEARS) * looped
         seconds += ZERO_3_SECONDS * (modules + 2 * adapters) * (forwards + setup.accumulation_steps)
     return seconds
+
+
+def _looped_experts(setup: TrainingSetup) -> int:
+    part = setup.part
+    if not (setup.job.numerics.looped_experts and part.num_experts):
+        return 0
+    mixtures = sum(any(tensor.is_expert for tensor in layer) for layer in part.layers)
+    return mixtures * min(part.num_experts, setup.job.tokens_per_forward * (part.experts_per_token or 1))
 
 
 def _optimizer_share(setup: TrainingSetup) -> float:

@@ -62,6 +62,7 @@ HIGHEST_SHARE_ELSEWHERE = 0.9
 MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
 
 
+OPEN_LOOP = "experts that may run in a loop, as in transformers 4: `--no-looped-experts`"
 NO_GENERATION = "generation, which is not planned: times are of scoring and training alone, the least that it takes"
 
 
@@ -211,7 +212,8 @@ def step_time(
     on_gpu += weight_passes_seconds(setup, interconnect.gpu, own_tokens, calibration)
     on_gpu += fp32_experts_seconds(setup, interconnect.gpu, peak=peak, tokens=tokens)
     on_host = host_seconds(setup, calibration)
-    compute = max(on_gpu, on_host) * bubble_factor(setup)
+    # an expert of a loop waits for the GPU's list of its tokens (`nonzero`), so that the host does not run ahead
+    compute = (sum if job.numerics.looped_experts else max)((on_gpu, on_host)) * bubble_factor(setup)
     collectives = step_collectives(setup)
     communication = _sum(map(interconnect.estimate, collectives))
     blocking = _sum(interconnect.estimate(collective) for collective in collectives if collective.blocks)
@@ -239,12 +241,17 @@ def step_time(
             fastest *= min(1.0, measured.seconds / measured.planned.fastest_seconds)
     factor = round(math.exp(spread), ALIKE_DIGITS)
     low = max(estimate / factor, fastest)
+    slow = max(estimate, low) * factor
+    if "looped_experts" in job.not_given and job.is_of_another_program and setup.shape.num_experts and measured is None:
+        loop = replace(job, not_given=(), numerics=replace(job.numerics, looped_experts=True))
+        looped = step_time(replace(setup, job=loop), interconnect, nvme_bytes_per_second=nvme_bytes_per_second)
+        slow, wider = max(slow, looped.step_seconds[1] if looped else 0.0), (*wider, OPEN_LOOP)
     efficiency = None
     if preset.offload_optimizer or preset.offload_param:
         efficiency = compute / (compute + offload[2]), compute / (compute + offload[0])
     return StepTime(
         estimate_seconds=max(estimate, low),
-        step_seconds=(low, max(estimate, low) * factor),
+        step_seconds=(low, slow),
         fastest_seconds=fastest,
         seconds_at_ends=(best, worst),
         compute_seconds=compute,

@@ -65,7 +65,7 @@ class PipelineOptions:
     per_device_train_batch_size: Annotated[int, Option(help="with --model: sequences per micro-batch")] = 1
     activation_checkpointing: Annotated[
         bool,
-        Option(plan.CHECKPOINTING_FLAG, help="with --model: recompute activations; off by default", show_default=False),
+        plan.switch("activation-checkpointing", "with --model: recompute activations; off by default"),
     ] = False
     method: plan.MethodName = "sft"
     precompute_ref_log_probs: plan.PrecomputeFlag = False
