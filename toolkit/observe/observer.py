@@ -393,7 +393,8 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
         raise AttestationFailed(
             f"{started} ranks were started, and each of them trains alone: world_size is {args.world_size}",
-            hint="make the process group before the Trainer, or start the script with `accelerate launch`",
+            hint="start it with `accelerate launch`, on CPUs after `ACCELERATE_USE_CPU=true`, or make the process group"
+            " before the Trainer",
         )
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
     folder.flag, folder.overwrite = "folder =", ""  # an argument of `observe`, not of a command
