@@ -338,7 +338,7 @@ def observe(
     Trainer's checkpoints complete or absent; `stop_on_signal` saves one more when a signal ends the run. `parts` is
     what the script knows of its run. Raises ToolkitError for a folder that holds a finished or a running run.
     """
-    args = getattr(trainer, "args", None)
+    args: Any = getattr(trainer, "args", None)
     if not hasattr(args, "world_size"):
         raise ToolkitError(f"observe() was given {type(trainer).__name__}, expected a Trainer", hint=LINE_OF_A_LOOP)
     if parts is None:
