@@ -42,9 +42,10 @@ def test_each_tool_returns_what_its_command_prints(tmp_path: Path, capfd: pytest
         ("plan", {"model": "Qwen/Qwen3-8B", "arguments": ARGUMENTS}),
         ("lint", {"paths": [str(tmp_path)]}),
         ("report", {"folder": str(tmp_path)}),
+        ("plan", {"model": "Qwen/Qwen3-8B", "gpu": "h100"}),
     )
     assert names == {tool.__name__ for tool in mcp_server.TOOLS}
-    *good, no_report = answers
+    *good, no_report, not_an_argument = answers
     commands = (["presets"], ["plan", "Qwen/Qwen3-8B", *ARGUMENTS], ["lint", tmp_path])
     presets, *others = (json.loads(run_command([*words, "--json"], capfd)[1]) for words in commands)
     expected = [{"presets": presets}, *others]
@@ -52,6 +53,8 @@ def test_each_tool_returns_what_its_command_prints(tmp_path: Path, capfd: pytest
     assert expected[-1]["findings"]  # the exit code is 1, and the answer is whole
     assert no_report.is_error
     assert str(tmp_path) in no_report.content[0].text
+    assert not_an_argument.is_error
+    assert "gpu\n  Extra inputs are not permitted" in not_an_argument.content[0].text
 
 
 def test_a_plan_of_a_file_has_its_model_from_either() -> None:

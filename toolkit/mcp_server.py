@@ -83,6 +83,7 @@ def make_server() -> MCPServer:
     require("mcp")
     from mcp.server import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.server.mcpserver.tools import Tool
 
     def with_message(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(tool)
@@ -94,10 +95,13 @@ def make_server() -> MCPServer:
 
         return run
 
-    server = MCPServer("finetune-toolkit", version=__version__, instructions=INSTRUCTIONS)
-    for tool in TOOLS:
-        server.tool()(with_message(tool))
-    return server
+    tools = [Tool.from_function(with_message(tool)) for tool in TOOLS]
+    for tool in tools:  # mcp drops what a tool does not have: `gpu="h100"` beside `arguments` was no error
+        arguments = tool.fn_metadata.arg_model
+        arguments.model_config["extra"] = "forbid"
+        arguments.model_rebuild(force=True)
+        tool.parameters = arguments.model_json_schema()
+    return MCPServer("finetune-toolkit", version=__version__, instructions=INSTRUCTIONS, tools=tools)
 
 
 def main() -> None:

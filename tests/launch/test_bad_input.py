@@ -50,6 +50,7 @@ REFUSED = [
     ("rehearse --num-processes 2", "missing option '--preset'", "see `toolkit rehearse --help`"),
     ("train --preset zero2 --num-processes two", "invalid value for '--num-processes'", ""),
     ("trian", "no such command 'trian'. Did you mean 'train'?", "see `toolkit --help`"),
+    ("preset zero3", "no such command 'zero3'", "`toolkit preset show ...`, `toolkit preset export ...`"),
     (f"plan {LLAMA_8B_CONFIG} --num-processes", "option '--num-processes' requires an argument", ""),
     ("train --preset fsdp2_tp --num-processes 8 --cpu -- {job} --tp 4",
      "--tp 4 does not work for this model: 4 does not divide its 2 key-value heads", "`--tp 2`"),

@@ -92,9 +92,11 @@ def test_redrawn_bars_are_left_out_and_what_follows_one_is_shown() -> None:
     shown("Tokenizing train dataset:   0%|          | 0/16 [00:00<?, ? examples/s]")
     shown("Generating train split: 16 examples [00:00, 5526.09 examples/s]")
     shown(" 17%|█▋        | 1/6 [00:04<00:22,  4.46s/it]verified: zero3, 2 ranks")
+    shown("100%|██████████| 1/1 [00:00<00:00, 1065.08it/s]\x1b[A")
+    shown("   \x1b[Astep 2/30  loss 10.78")
     shown("{'loss': '0.6931', 'names': ['a|b']}")
     shown("")
-    assert printed == ["verified: zero3, 2 ranks", "{'loss': '0.6931', 'names': ['a|b']}"]
+    assert printed == ["verified: zero3, 2 ranks", "step 2/30  loss 10.78", "{'loss': '0.6931', 'names': ['a|b']}"]
 
 
 @nightly_launch

@@ -12,6 +12,7 @@ from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly
 
 from toolkit.errors import ToolkitError
 from toolkit.observe.accelerate_loop import observe_loop
+from toolkit.observe.observer import observe
 from toolkit.observe.verify.verification import OTHER_SIZES, SAME_ROWS
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, read_rows
@@ -127,4 +128,7 @@ def test_only_what_accelerate_has_prepared_is_observed(tmp_path: Path) -> None:
     model._is_accelerate_prepared = True
     with pytest.raises(ToolkitError, match="this optimizer is not one that the accelerator has prepared"):
         observe_loop(accelerator=SimpleNamespace(), model=model, optimizer=None, folder=tmp_path)
+    with pytest.raises(ToolkitError, match="given SimpleNamespace, expected a Trainer") as refused:
+        observe(SimpleNamespace(), folder=tmp_path)
+    assert "accelerator=..., model=..., optimizer=..." in str(refused.value.hint)
     assert not list(tmp_path.iterdir())

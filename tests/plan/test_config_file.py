@@ -147,7 +147,7 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
         ("a.yaml", f"{AXOLOTL}optimizer: came_pytorch\n", "optimizer 'came_pytorch'", "optim"),
         ("a.yaml", f"{AXOLOTL}optimizer: galore_adamw\n", "and GaLore projects matrices", "optim"),
         ("a.yaml", f"{AXOLOTL}xformers_attention: true\n", "xformers_attention True", "attn_implementation"),
-        ("a.yaml", f"{AXOLOTL}lora_modules_to_save: [embed_tokens]\n", "modules_to_save", "lora_r"),
+        ("a.yaml", f"{AXOLOTL}lora_modules_to_save: [embed_tokens]\n", "modules_to_save", "lora_r 8"),
         ("a.yaml", f"{AXOLOTL}context_parallel_size: 2\n", "context_parallel_size 2", "cp"),
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
@@ -181,6 +181,7 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         planned(tmp_path, name, text)
     assert setting in refused.value.message
     assert f"--{option.replace('_', '-')}" in f"{refused.value.message} {refused.value.hint}"
+    option = option.removesuffix(" 8")
     values = {
         "max_seq_length": 64,
         "lora_r": 4,
@@ -396,6 +397,7 @@ def test_a_model_of_another_machine_is_answered_with_the_command_for_one_that_is
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
+    assert planned(tmp_path, "qlora.yaml", QLORA, "lora_r", lora_r=4).load_in_4bit
     options = planned(tmp_path, "trl.sh", TRL, "max_seq_length", "preset", max_seq_length=64, preset=("fsdp2",))
     assert (options.max_seq_length, options.preset, options.num_processes) == (64, ("fsdp2",), (4,))
 

@@ -58,6 +58,15 @@ def test_without_named_presets_those_of_the_given_degrees_are_planned_beside_dat
     assert (tp - alone, cp - alone) == ({"tp", "fsdp2_tp", "hsdp_tp"}, {"cp"})
 
 
+@pytest.mark.parametrize(
+    ("degrees", "why"),
+    [({"cp": 3}, "a multiple of 3 processes"), ({"ep": 4}, "has no experts"), ({"tp": 3}, "does not divide its 32")],
+)
+def test_a_degree_that_no_preset_can_have_is_refused_though_others_train(degrees: dict[str, int], why: str) -> None:
+    with pytest.raises(ToolkitError, match=why):
+        make_plans(request(**degrees))
+
+
 def test_what_has_no_figures_is_refused_rather_than_planned() -> None:
     counted = replace(llama_8b(), counted_on="meta device")
     with pytest.raises(ToolkitError, match="--tp is not planned for llama: there are no formulas"):

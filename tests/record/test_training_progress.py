@@ -1,6 +1,7 @@
 """The newest step that all ranks have written as one line, and signs that a run which completed has diverged."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def test_a_resampled_recorded_run_is_no_sign() -> None:
     assert not any(loss_growth(drawn.choices(losses, k=steps)) for steps in (14, 30, 50, 200) for _ in range(500))
 
 
-def test_both_signs_are_named_with_their_figures() -> None:
+def test_every_sign_is_named_with_its_figures() -> None:
+    spoiled = [[row(1)], [row(2, loss=math.nan)], [row(3, loss=math.inf), row(3, rank=1)]]
+    assert signs_of_divergence(spoiled, [3.0, None, None]) == ["the loss was not finite in 2 steps, first in step 2"]
     assert signs_of_divergence(norms(0.0, 0.0, 0.0, 0.0), [1.0] * 4) == []  # as of rewards that are all equal
     assert signs_of_divergence(norms(13.3, 0.0, 0.0, 0.0), [4.35, 11.2, *[10.9, 10.8] * 3]) == [
         "the loss grew from 4.3500 to 10.9000",

@@ -149,7 +149,8 @@ def _usage_error(error: Any) -> ToolkitError | None:
     message = " ".join(str(error.format_message()).split())
     command = error.ctx.command_path if error.ctx else "toolkit"  # without a context if a value is missing
     option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
-    hint = f"see `{command} --help`"
+    below = getattr(error.ctx.command, "commands", {}) if error.ctx and error.ctx.parent else {}
+    hint = ", ".join(f"`{command} {name} ...`" for name in below) or f"see `{command} --help`"
     if kind == "NoSuchOption" and option == "price":
         message, hint = "no such option: --price", "it is `--price-per-gpu-hour`"
     elif kind == "NoSuchOption" and (option in ALIASES or option in argument_types()):

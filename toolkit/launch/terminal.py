@@ -27,8 +27,8 @@ _NOISE = re.compile(
     rf"Failed to load CPU gemm_4bit_forward from kernels-community|{LOADED_OP}|"
     r"^{'loss': '[^']*', 'grad_norm': '[^']*', 'learning_rate': '[^']*', 'epoch': '[^']*'}$"
 )
-# A tqdm bar, which a pipe cuts into a line per redrawing: the step lines say the same.
-_BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examples \[[^\]]*\]")
+# A tqdm bar, which a pipe cuts into a line per redrawing, and how one below it moves up: step lines say the same.
+_BAR = re.compile(r"[^|\]]*\d%\|[^|]*\|[^|\[\]]*\[[^\]]*\]|\S[^|\[\]]* \d+ examples \[[^\]]*\]|\s*\x1b\[A")
 _WARNING = re.compile(r"(?:\S+: )?(?P<place>\S+\.py:\d+): (?P<kind>\w*Warning): ")
 # Of a library to those who write code against it.
 _DEPRECATIONS = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")

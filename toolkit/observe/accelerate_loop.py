@@ -37,7 +37,7 @@ from toolkit.observe.batches import (
     tensor_facts,
 )
 from toolkit.observe.failure_report import report_failure
-from toolkit.observe.observer import UNTIMED_STEPS, Observer, open_record, wrap_method
+from toolkit.observe.observer import LINE_OF_A_LOOP, UNTIMED_STEPS, Observer, open_record, wrap_method
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.timer import StepTimer, time_waits_in_forward
 from toolkit.observe.verify.verification import Verification
@@ -45,7 +45,6 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 
-LINE_OF_A_LOOP = "a line of its own observes it: `with toolkit.observe(accelerator=..., model=..., optimizer=...):`"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
 
 

@@ -30,11 +30,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from toolkit.engines.fsdp2 import enable_fsdp_on_cpu
 from toolkit.engines.zero_process import join_group_when_configured
 from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED, RunFailed
-from toolkit.observe.accelerate_loop import LINE_OF_A_LOOP, LoopedTraining, ObservedLoop, warn_of_unobserved_loops
+from toolkit.observe.accelerate_loop import LoopedTraining, ObservedLoop, warn_of_unobserved_loops
 from toolkit.observe.early_stopping import EarlyStopping
 from toolkit.observe.failure_report import report_failure
 from toolkit.observe.observed_run import copy_output_to
-from toolkit.observe.observer import observe
+from toolkit.observe.observer import LINE_OF_A_LOOP, observe
 from toolkit.observe.parts import ExpectedRun, ObserverParts
 from toolkit.observe.progress import Progress
 from toolkit.observe.signals import StopOnSignal

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from toolkit.engines.seams import OBSERVED_METHODS, check_methods
 from toolkit.engines.tensors import innermost_optimizer
-from toolkit.errors import AttestationFailed
+from toolkit.errors import AttestationFailed, ToolkitError
 from toolkit.observe.batches import (
     BatchFacts,
     CountBatch,
@@ -53,6 +53,7 @@ from toolkit.presets.spec import PresetSpec
 from toolkit.record.attempts import check_start
 from toolkit.record.folder import RunFolder
 
+LINE_OF_A_LOOP = "a line of its own observes it: `with toolkit.observe(accelerator=..., model=..., optimizer=...):`"
 UNTIMED_STEPS = 2  # compilation and the growth of the allocator
 
 
@@ -337,7 +338,9 @@ def observe(
     Trainer's checkpoints complete or absent; `stop_on_signal` saves one more when a signal ends the run. `parts` is
     what the script knows of its run. Raises ToolkitError for a folder that holds a finished or a running run.
     """
-    args = trainer.args
+    args: Any = getattr(trainer, "args", None)
+    if not hasattr(args, "world_size"):
+        raise ToolkitError(f"observe() was given {type(trainer).__name__}, expected a Trainer", hint=LINE_OF_A_LOOP)
     if parts is None:
         parts = ObserverParts(expected=replace(ExpectedRun.of_preset(require, args.world_size), of_script=True))
     parts = replace(parts, expected=with_optimizer(parts.expected, trainer))
@@ -390,7 +393,8 @@ def open_record(path: Path, args: Any, preset: PresetSpec | None, *, prepared: b
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
         raise AttestationFailed(
             f"{started} ranks were started, and each of them trains alone: world_size is {args.world_size}",
-            hint="make the process group before the Trainer, or start the script with `accelerate launch`",
+            hint="start it with `accelerate launch`, on CPUs after `ACCELERATE_USE_CPU=true`, or make the process group"
+            " before the Trainer",
         )
     folder, progress, writes = RunFolder(path), Progress(), args.process_index == 0
     folder.flag, folder.overwrite = "folder =", ""  # an argument of `observe`, not of a command

@@ -181,7 +181,7 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
         left |= (
             {"peft_config": {"name": "lora", "r": options.lora_r}}
             if rank == "r"
-            else {adapter: "lora", rank: options.lora_r}
+            else {adapter: "qlora" if named == "qlora" else "lora", rank: options.lora_r}
         )
     elif adapter and str(named) not in PLANNED_ADAPTERS:
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
@@ -339,7 +339,8 @@ def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], g
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
-            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
+            example = f" {job.lora_r}" if option == "lora_r" and job.lora_r else EXAMPLES.get(option, " N")
+            hint = f"`--{option.replace('_', '-')}{example}` plans that instead"
             raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
 
 

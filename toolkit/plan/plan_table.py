@@ -261,7 +261,7 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
         "verdict": not any_gpu,
         "batch": request.finds_batch,
         "of": any_gpu,
-        "$ per M": any_gpu and bool(cost.prices),
+        "$ per M": bool(cost.prices),
     }
     rows = []
     for plan in answer.ordered:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import itemgetter
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -148,12 +149,19 @@ def make_plans(request: PlanRequest) -> list[Plan]:
     Raises ToolkitError for what cannot be trained: see `check_planned_job`, and the limits of each preset.
     """
     check_request(request)
-    supported = []
+    supported, refused = [], []
     for world_size, preset in itertools.product(request.world_sizes, request.presets):
         reason = why_unsupported(request, preset, world_size)
         if reason is None:
             supported.append((preset, world_size))
         elif request.strict:
+            raise ToolkitError(reason.message, hint=reason.hint)
+        else:
+            refused.append((len(set(preset.degrees) - set(request.job.degrees)), preset, reason))
+    for name in request.job.degrees:
+        reasons = [(lacks, reason) for lacks, preset, reason in refused if name in preset.parallel]
+        if reasons and not any(name in preset.parallel for preset, _ in supported):
+            reason = min(reasons, key=itemgetter(0))[1]
             raise ToolkitError(reason.message, hint=reason.hint)
     if not supported:
         sizes = ", ".join(map(str, request.world_sizes))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import StepRow, grad_norm, measure
-from toolkit.units import gib, number, seconds, speed, time_left
+from toolkit.units import counted, gib, number, seconds, speed, time_left
 
 STEP_LINE = re.compile(r"step (?P<step>\d+)(?:/(?P<of>\d+))?  ")  # the beginning of what `step_line` returns
 TAIL_BYTES = 2**14  # ranks are in the same step, give or take one; a row has about 700 bytes
@@ -108,8 +108,9 @@ def loss_growth(losses: Sequence[float | None]) -> tuple[float, float] | None:
 def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | None]) -> list[str]:
     """Return what suggests that a run that completed has diverged; empty for most runs."""
     signs = []
-    if losses and not math.isfinite(losses[-1] or 0):  # of a loop on accelerate, which nothing stops
-        signs.append(f"the last loss is {losses[-1]}")
+    # of a script that is not ours, which nothing stops; `losses` of a summary have None for what is not finite
+    if bad := [step[0].step for step in steps if not all(math.isfinite(row.loss or 0) for row in step)]:
+        signs.append(f"the loss was not finite in {counted(len(bad), 'step')}, first in step {bad[0]}")
     if grown := loss_growth(losses):
         signs.append(f"the loss grew from {number(grown[0], 4)} to {number(grown[1], 4)}")
     # One that is 0 from the first step on never trained: rewards that are all equal have no gradient.
