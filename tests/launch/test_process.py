@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from toolkit.launch.command import RUN_ID_VARIABLE, ProcessCommand
 from toolkit.launch.launch import record_result
-from toolkit.launch.process import ProcessResult, find_killed_rank, processes_of, run_command
+from toolkit.launch.process import ProcessResult, find_killed_rank, processes_of, run_command, start_process
 from toolkit.record.attempts import start_attempt
 from toolkit.record.folder import RunFolder, write_json
 
@@ -86,6 +87,37 @@ def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytes
     outcome = run_command(command, tmp_path / "log", on_line=lambda _: None, timeout_seconds=1.0)
     assert outcome.exit_code == -signal.SIGKILL
     assert not processes_of(command.run_id)
+
+
+class LockOfAnInterruptedPoll:
+    """`Popen`'s lock as a signal leaves it that arrives between its acquisition by `poll` and the `try` after it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        assert blocking, "Popen.poll and Popen.wait with a timeout: a signal here locks it for good"
+        return self.lock.acquire()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_an_interrupt_at_any_point_leaves_the_last_wait_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*given: Any) -> Any:
+        made = start_process(*given)
+        made._waitpid_lock = LockOfAnInterruptedPoll()  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr("toolkit.launch.process.start_process", started)
+    program = "import time; time.sleep(5)"
+    outcome = run_command(python_command(program), tmp_path / "log", on_line=print, timeout_seconds=0.5)
+    assert (outcome.timed_out, outcome.exit_code) == (True, -signal.SIGTERM)
 
 
 def test_a_grandchild_in_its_own_session_is_ended_after_a_normal_exit(tmp_path: Path, grandchild: Path) -> None:

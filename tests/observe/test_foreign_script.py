@@ -318,8 +318,8 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
     ("words", "message", "hint"),
     [
         ([], "no script is named", "`python -m toolkit.observe [options] script.py"),
-        (["no-such.py"], "script no-such.py does not exist", "`python -m toolkit.observe"),
-        (["."], "script . is a folder", "`python"),
+        (["no-such.py"], "script no-such.py does not exist", "a Python file, by its path from /"),
+        (["."], "script . is a folder", "a Python file, by its path from"),
         (["bad.py"], "script bad.py is not Python, line 1: ", "`python"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'", "a script is named by its path"),
         (["--require", "zero4", "good.py"], "unknown preset 'zero4'", "did you mean `zero3`?"),

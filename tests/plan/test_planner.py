@@ -131,8 +131,8 @@ def test_the_parts_are_of_the_chosen_preset_or_of_those_named(capsys: Capsys) ->
 def test_host_memory_is_assumed_by_the_kind_of_gpu_and_is_part_of_the_verdict(capsys: Capsys) -> None:
     words = ["plan", LLAMA_8B, "--num-processes", "2", "--gpu", "RTX4090", "--preset", "zero3_cpu_offload"]
     assert "Host memory: 128 GiB per node assumed, 64 per GPU" in (out := run_command(words, capsys)[1])
-    assert "zero3_cpu_offload, 2 GPUs: needs 171.2 GiB of host memory per node, which has 128.0" in out
-    assert " fits " in run_command([*words, "--host-memory-gib", "160"], capsys)[1]
+    assert "; it needs 171.2 GiB of host memory per node, which has 128.0" in out.splitlines()[0]
+    assert run_command([*words, "--host-memory-gib", "180"], capsys)[1].startswith("fits on 2 x ")
 
 
 def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
@@ -272,7 +272,7 @@ def test_the_table_describes_the_job_and_says_what_is_exact(capsys: pytest.Captu
         (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
         (["--gpu", "h100", "--preset", "tp"], "preset 'tp' needs --tp: the number of GPUs for tensor parallelism"),
         (["--gpu", "h100", "--num-processes", "0"], "--num-processes is 0, expected 1 or more"),
-        (["--gpu", "h100", "--num-processes", "12"], "12 GPUs do not fill nodes of 8"),
+        (["--gpu", "h100", "--num-processes", "12"], "hint: `--num-processes 8`, or `--gpus-per-node`"),
     ],
 )
 def test_invalid_input_is_refused_in_two_lines(words: list[str], message: str, capsys: Capsys) -> None:

@@ -6,6 +6,7 @@ of a run has the run's id in its environment, and is found by it.
 
 import contextlib
 import ctypes
+import os
 import queue
 import re
 import signal
@@ -138,7 +139,7 @@ def _follow(
         try:
             line = lines.get(timeout=0.2 if remaining is None else max(0.01, min(0.2, remaining)))
         except queue.Empty:
-            if process.poll() is not None:  # a grandchild may keep the pipe open
+            if has_ended(process):  # a grandchild may keep the pipe open
                 return True
             continue
         if line is None:
@@ -161,10 +162,12 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
 
 def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> None:
     """Send SIGTERM to the launcher, which ends its ranks, and SIGKILL to the processes that are left."""
-    if graceful and process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
-            process.wait(GRACE_SECONDS)
+    deadline = time.monotonic() + GRACE_SECONDS
+    if graceful and not has_ended(process):
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
+            os.kill(process.pid, signal.SIGTERM)
+            while not has_ended(process) and time.monotonic() < deadline:
+                time.sleep(0.05)
     deadline = time.monotonic() + GRACE_SECONDS
     while left := processes_of(run_id):  # repeated: a killed process may have started another
         for found in left:
@@ -174,6 +177,16 @@ def _stop(process: subprocess.Popen[str], run_id: str, *, graceful: bool) -> Non
             break
         time.sleep(0.01)
     process.wait()
+
+
+def has_ended(process: subprocess.Popen[str]) -> bool:
+    """Return True for a process that has ended, and leave its exit code to `Popen.wait` without a timeout.
+
+    `Popen.poll`, and `wait` with a timeout, hold a lock that a signal between its acquisition and their `try` leaves
+    locked (CPython 3.11, subprocess.py): the next `wait` then never returns.
+    """
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return process.returncode is not None or os.waitid(os.P_PID, process.pid, ended) is not None
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:

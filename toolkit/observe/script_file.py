@@ -33,7 +33,7 @@ def check_script(script: str | None, module: str | None) -> Path | None:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         close = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
-        hint = f"did you mean `{path.with_name(close)}`?" if close else f"`{USAGE}`"
+        hint = f"did you mean `{path.with_name(close)}`?" if close else f"a Python file, by its path from {Path.cwd()}"
         raise ToolkitError(f"script {path} {what}", hint=hint)
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)

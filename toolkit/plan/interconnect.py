@@ -42,7 +42,8 @@ class Interconnect:
             if not 1 <= getattr(self, name) <= 10**6:
                 raise ToolkitError(f"{name} is {getattr(self, name)}, expected 1 to a million")
         if self.world_size > self.gpus_per_node and self.world_size % self.gpus_per_node:
-            hint = "--gpus-per-node, or another --num-processes"
+            fill = self.world_size - self.world_size % self.gpus_per_node
+            hint = f"`--num-processes {fill}`, or `--gpus-per-node` with the GPUs that a node has"
             raise ToolkitError(f"{self.world_size} GPUs do not fill nodes of {self.gpus_per_node}", hint=hint)
 
     @property

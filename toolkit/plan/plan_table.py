@@ -101,7 +101,9 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     if (attention := request.job.attention_with_scores) and request.shape.activations_from != "formulas":
         yield f"Not planned: what {attention} attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
-    yield from (f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused)
+    yield from (
+        f"{plan.preset.name}, {plan.world_size} GPUs: {plan.host_refusal}." for plan in refused if plan is not chosen
+    )
     if request.host_memory_bytes is None and (refused or chosen.preset.offloads):
         yield f"Host memory: {host_assumption(chosen.request)}."
     if not answer.any_gpu and not parts:
@@ -149,6 +151,7 @@ def summary(answer: PlanAnswer) -> str:
     enough = [plan for plan in answer.plans if plan.smallest_world_size is not None]
     more = min(enough, key=lambda plan: (plan.smallest_world_size, plan.preset.offloads), default=None)
     text = f"{NO_VERDICT if is_open(best) else VERDICT_TEXT[best.verdict]} on {where}"
+    text += f"; it {best.host_refusal}" if best.host_refusal else ""
     is_judged = best.memory.margin.of_all is not None  # otherwise nothing fits, with whatever settings
     if best.verdict == TOO_CLOSE and best.host_refusal is None and is_judged and (ways := settings_that_fit(best)):
         return f"{text}; it fits with {' or '.join(ways)}"
