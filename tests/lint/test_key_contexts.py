@@ -7,9 +7,9 @@ import pytest
 
 from toolkit.lint.check import fixed_text, lint_paths
 from toolkit.lint.findings import Finding, LintRule
-from toolkit.lint.rules import keys
+from toolkit.lint.rules import keys, values
 
-RULES = {each.name for each in vars(keys).values() if isinstance(each, LintRule)}
+RULES = {each.name for module in (keys, values) for each in vars(module).values() if isinstance(each, LintRule)}
 ACCELERATE = "distributed_type: MULTI_GPU\nnum_processes: 8\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n"
 DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 2\n"

@@ -15,7 +15,7 @@ from command_line import run_command
 from preset_files import deepspeed_pair, write
 
 from toolkit.errors import ToolkitError
-from toolkit.lint.rules.keys import LOOSE_BLOCKS
+from toolkit.lint.rules.values import LOOSE_BLOCKS
 from toolkit.presets import known_keys as known
 from toolkit.presets import read_preset
 

@@ -209,9 +209,8 @@ class Draft(Conversion):
                 self.leave_out(key, reason=error.message)
                 continue
             if argument in ("optim", "lr_scheduler_type") and str(value) not in argument_words()[argument]:
-                self.leave_out(
-                    key, reason=f"transformers has no {argument} {str(value)!r}: the default is used instead"
-                )
+                reason = f"transformers has no {argument} {str(value)!r}: the default is used instead"
+                self.leave_out(key, reason=reason)
             else:
                 self.assign(argument, value, key)
 

@@ -140,12 +140,8 @@ class JobScript:
     def find(self, pattern: str) -> Iterator[tuple[re.Match[str], int]]:
         """Yield each match of a pattern outside of comments, and its line."""
         for found in re.finditer(pattern, self.text, re.MULTILINE):
-            if not _in_comment(self.text, found.start()):
+            if not in_comment(self.text, found.start()):
                 yield found, self.line_at(found.start())
-
-    def is_comment(self, offset: int) -> bool:
-        """Return True for a place in a comment."""
-        return _in_comment(self.text, offset)
 
     def mentions(self, pattern: str) -> bool:
         """Return True if a pattern occurs outside of comments."""
@@ -213,7 +209,7 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
         calls = [each for each in calls if each[1] != PYTHON] or calls  # a launcher may be told of Python
         for found, tool in sorted(calls, key=lambda call: call[0].start()):
             before = command[command.rfind("\n", 0, found.start()) + 1 : found.start()]
-            is_comment = command.lstrip().startswith("#") or _in_comment(command, found.start())
+            is_comment = command.lstrip().startswith("#") or in_comment(command, found.start())
             if is_comment or _NOT_STARTED.search(before) or _NOT_STARTED.match(command):
                 continue
             set_once = _variables(text) if set_once is None else set_once
@@ -246,7 +242,7 @@ def _uses(text: str, commands: tuple[tuple[int, int], ...], name: str) -> Iterat
     for start, end in commands:
         command = text[start:end]
         for found in re.finditer(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", command):
-            if not (_in_comment(command, found.start()) or _NOT_STARTED.match(command)):
+            if not (in_comment(command, found.start()) or _NOT_STARTED.match(command)):
                 yield start, end, start + found.start(), start + found.end()
 
 
@@ -422,8 +418,8 @@ def _expanded(
     yield word, begin, is_open and "$" in word
 
 
-def _in_comment(text: str, offset: int) -> bool:
-    """Return True in a line that is a comment."""
+def in_comment(text: str, offset: int) -> bool:
+    """Return True for an offset of a text in a line that is a comment."""
     return text[text.rfind("\n", 0, offset) + 1 : offset + 1].lstrip().startswith("#")
 
 

@@ -120,9 +120,8 @@ def _take_named_data(draft: Draft, file: Path, key: str) -> None:
     shares = names_in(draft.get("interleave_probs", "")) if key == "dataset" else []
     found: list[sources.NamedData] = []
     for number, name in enumerate(names):
-        data: sources.NamedData | str = (
-            f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
-        )
+        missing = f"a name in {folder}/dataset_info.json, which is not here: write its file or hub id"
+        data: sources.NamedData | str = missing
         if folder == "ONLINE":
             data = sources.NamedData(name, (key,))
         elif info_path is not None:

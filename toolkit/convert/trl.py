@@ -26,10 +26,8 @@ def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dic
         decided = _decided(call, ("sft", *methods), path)
         if decided is not None:
             flags = {**call.options, **{name: value for name, (value, _) in call.arguments.items()}}
-            settings = decided | {
-                name.replace("-", "_"): True if value is None else value for name, value in flags.items()
-            }
-            return _with_file(settings, path)
+            named = {name.replace("-", "_"): True if value is None else value for name, value in flags.items()}
+            return _with_file(decided | named, path)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
 

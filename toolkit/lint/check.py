@@ -163,21 +163,33 @@ def _candidates(folder: Path) -> list[Path]:
 
 def lint_document(document: Document) -> list[Finding]:
     """Return the findings of one document, in the order of its lines."""
-    found = [
-        Finding(
-            file=document.path if (place := _place(document, match.key)) is document else place.path,
-            key=match.key,
-            line=match.line or place.line(match.key) or (document.call.line if document.call else None),
-            level=_level(document, rule, match),
-            rule=rule.name,
-            message=_message(document, rule, match),
-            fix=_fix(document, rule, match),
-            checked_against=rule.checked_against,
-            documentation=documentation_address("reference/lint.md", rule.name),
-        )
-        for rule, match in _matches(document)
-    ]
+    found = (_finding(document, rule, match) for rule, match in _matches(document))
     return sorted(found, key=lambda finding: (finding.line or 0, finding.rule))
+
+
+def _finding(document: Document, rule: LintRule, match: Match) -> Finding:
+    """Return a match with its place and its level, and with what the versions of the project say about it."""
+    place, message, fix = _place(document, match.key), match.message, match.fix
+    since, pin = _since(rule, match), _pin(document, rule, match)
+    if pin:
+        message += f"; the project asks for {pin}"
+    elif document.has_own_copy(rule.library):
+        message += f"; the project's own {rule.library} decides"
+    if _since_unknown(document, rule, match):
+        fix = f"if you run {rule.library} {since} or newer: {fix}"
+    elif since and pin:
+        fix = f"from {rule.library} {since} on: {fix}"
+    return Finding(
+        file=place.path,
+        key=match.key,
+        line=match.line or place.line(match.key) or (document.call.line if document.call else None),
+        level=_level(document, rule, match),
+        rule=rule.name,
+        message=message,
+        fix=fix,
+        checked_against=rule.checked_against,
+        documentation=documentation_address("reference/lint.md", rule.name),
+    )
 
 
 def _place(document: Document, key: str) -> Document:
@@ -195,28 +207,12 @@ def _is_known(document: Document, rule: LintRule) -> bool:
     return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
 
 
-def _message(document: Document, rule: LintRule, match: Match) -> str:
-    if pin := _pin(document, rule, match):
-        return f"{match.message}; the project asks for {pin}"
-    if document.has_own_copy(rule.library):
-        return f"{match.message}; the project's own {rule.library} decides"
-    return match.message
-
-
-def _fix(document: Document, rule: LintRule, match: Match) -> str:
-    if since := _since_unknown(document, rule, match):
-        return f"if you run {rule.library} {since} or newer: {match.fix}"
-    if (since := _since(rule, match)) and _pin(document, rule, match):
-        return f"from {rule.library} {since} on: {match.fix}"
-    return match.fix
-
-
-def _since_unknown(document: Document, rule: LintRule, match: Match) -> str | None:
-    """Return the recent version in which something began where no file of a project says which version it runs."""
+def _since_unknown(document: Document, rule: LintRule, match: Match) -> bool:
+    """Return True for what began in a recent version, where no file of a project says which version it runs."""
     since, recent = _since(rule, match), RECENT_VERSIONS.get(rule.library)
-    is_recent = since is not None and recent is not None and version_numbers(since) >= version_numbers(recent)
-    is_open = is_recent and _is_certain(document, rule, match) and document.may_be_older(rule.library, str(since))
-    return since if is_open else None
+    if since is None or recent is None or version_numbers(since) < version_numbers(recent):
+        return False
+    return _is_certain(document, rule, match) and document.may_be_older(rule.library, since)
 
 
 def _is_certain(document: Document, rule: LintRule, match: Match) -> bool:
@@ -273,10 +269,8 @@ def fixed_text(path: Path) -> str:
     """Return the text of a file after every mechanical fix; what needs a decision stays as it is."""
     document = load_document(path)
     for _ in range(MAX_ROUNDS):
-        known = [(rule, match) for rule, match in _matches(document) if _is_known(document, rule)]
-        certain = [(rule, match) for rule, match in known if _is_certain(document, rule, match)]
-        matches = [match for rule, match in certain if not _since_unknown(document, rule, match)]
-        changed = apply_fixes(document, matches)
+        certain = [each for each in _matches(document) if _is_known(document, each[0]) and _is_certain(document, *each)]
+        changed = apply_fixes(document, [each[1] for each in certain if not _since_unknown(document, *each)])
         if changed == document.text:
             break
         try:

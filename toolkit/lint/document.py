@@ -42,7 +42,7 @@ from toolkit.files.documents import (
     parse_json,
 )
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.job_files import script_of
+from toolkit.lint.commands_in_yaml import script_of
 from toolkit.lint.named_files import (
     LINT_TABLES,
     MAX_PATH_LENGTH,
@@ -292,9 +292,8 @@ def with_named_files(document: Document) -> Document:
     fsdp = document.get("fsdp_config")
     if document.kind == TRAINER and isinstance(fsdp, str) and (file := find_named(fsdp, document.path)):
         section = _read_file(file, is_section=True)
-        document = replace(
-            document, data=document.data | {"fsdp_config": section.block("fsdp_config")}, fsdp_json=section
-        )
+        data = document.data | {"fsdp_config": section.block("fsdp_config")}
+        document = replace(document, data=data, fsdp_json=section)
     value, position = document.get(key := deepspeed_files(document)[0]), document.positions.get(key)
     if position is not None and isinstance(value, str) and value.startswith("{") and document.call is None:
         lines = document.text.count("\n", 0, position.value_span[0]) + (document.text[position.value_span[0]] in "|>")
@@ -312,9 +311,8 @@ def _written_file(document: Document, name: str, text: str, line: int) -> Docume
         written = read_text("\n" * (line - 1) + text, name)
     except ToolkitError:
         return None
-    return (
-        replace(written, path=document.path, fsdp_json=None, text=f"{name}\n{written.text}") if written.kind else None
-    )
+    named = replace(written, path=document.path, fsdp_json=None, text=f"{name}\n{written.text}")
+    return named if written.kind else None
 
 
 def _with_written(part: Document, parts: Sequence[Document]) -> Document:
@@ -332,7 +330,7 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     own_kind = next((kind for kind in (VERL, OPENRLHF) if re.match(OWN_KINDS[kind], call.script or "")), None)
     if own_kind is not None:
         data = _values_behind(call)
-        places = {name: _place_on(call.arguments.get(name, ("", call.line))[1], name) for name in data}
+        places = {name: _place_of(call, name) for name in data}
         return Document(path=document.path, text=document.text, kind=own_kind, data=data, positions=places, call=call)
     # HfArgumentParser has `--no_NAME` for each switch that is on by default.
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
@@ -390,19 +388,14 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     behind = {key: value for key, value in _values_behind(call).items() if has_pairs or key in call.arguments}
     data = {**settings.data, **behind}
     data.pop("config", None)
-    lines = {name: line for name, (_, line) in call.arguments.items()}
-    places = {
-        name: _place_on(lines.get(name, call.line), name) for name in data if data[name] is not settings.get(name)
-    }
+    changed = [name for name in data if data[name] is not settings.get(name)]
+    places = {name: _place_of(call, name) for name in changed}
     command = Document(path=document.path, text=document.text, kind=None, call=call, positions=places)
     positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
     own = source_of(call.script or "", document.path)[0]
-    if (
-        program in FOREIGN
-        and "parse_yaml_file(" in own
-        and not any(name in own for name in PROGRAM_NAMES.get(program, ()))
-    ):
+    has_parser = "parse_yaml_file(" in own and not any(name in own for name in PROGRAM_NAMES.get(program or "", ()))
+    if program in FOREIGN and has_parser:
         program = None  # the script has a parser of its own, for settings with some of the program's names
     part = replace(settings, data=data, positions=positions, command=command, program=program)
     return _with_launcher(part, launch_settings(document, call))
@@ -417,6 +410,11 @@ def _values_behind(call: LauncherCall) -> dict[str, Any]:
 def _place_on(line: int, key: str) -> KeyPosition:
     """Return the place of an argument of a command, of which the line alone is known."""
     return KeyPosition(key=key, line=line, key_span=(0, 0), value_span=(0, 0), in_braces=False)
+
+
+def _place_of(call: LauncherCall, name: str) -> KeyPosition:
+    """Return the place of a setting of a command: of an argument its line, of another word that of the launcher."""
+    return _place_on(call.arguments.get(name, ("", call.line))[1], name)
 
 
 def accelerate_file(document: Document, call: LauncherCall) -> Document | None:

@@ -19,7 +19,6 @@ from toolkit.lint.rules.settings import (
     fsdp_version,
     is_deepspeed,
     is_template,
-    listed_dimensions,
     names_json,
     parallel_degree,
     parallel_size_key,
@@ -44,12 +43,11 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
     not_distributed = kind == "NO" and (processes or 1) > 1
     if not_distributed or (kind == "MULTI_CPU" and processes != 1 and not doc.block("mpirun_config")):
         count = f"num_processes is {processes}, but" if processes else "any --num_processes is ignored:"
-        fix = "`distributed_type: MULTI_GPU`" + (
-            ", or `num_processes: 1`" if kind == "NO" else ", with `use_cpu: true`"
-        )
+        also = ", or `num_processes: 1`" if kind == "NO" else ", with `use_cpu: true`"
         unless = "" if kind == "NO" else ", unless mpirun starts the launcher"
         level = NOTE if "single" in Path(doc.path).stem else None  # as TRL's single_gpu.yaml means it
-        yield Match("distributed_type", f"{count} distributed_type {kind} starts one process{unless}", fix, level=level)
+        message = f"{count} distributed_type {kind} starts one process{unless}"
+        yield Match("distributed_type", message, f"`distributed_type: MULTI_GPU`{also}", level=level)
 
 
 @rule(ERROR, ACCELERATE, TRAINER, library="accelerate", fix='"no", in quotes')
@@ -101,8 +99,8 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
     """
     json = doc.deepspeed_json
     stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else zero_stage(json)
-    degree = parallel_degree(doc, "sp")
-    if is_deepspeed(doc) and stage < 3 and (degree > 1 or "sp" in listed_dimensions(doc, "deepspeed_config")):
+    degree, listed = parallel_degree(doc, "sp"), doc.block("deepspeed_config").get(PARALLEL_KEY)
+    if is_deepspeed(doc) and stage < 3 and (degree > 1 or (isinstance(listed, list) and "sp" in listed)):
         message = f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large"
         fix = "`stage` 3, as in the preset `ulysses`"
         yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
@@ -178,9 +176,7 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     written = re.search(r"^num_machines:[ ]*(\d+)", doc.text, re.MULTILINE)
     if written and is_template(doc.get("num_machines")) and (processes or 1) < int(written[1]):
         machines = int(written[1])  # a command has a variable in its place
-    is_filtered = any(
-        doc.block("deepspeed_config").get(f"deepspeed_{each}_filter") for each in ("inclusion", "exclusion")
-    )
+    is_filtered = any(doc.get(f"deepspeed_config.deepspeed_{each}_filter") for each in ("inclusion", "exclusion"))
     if not processes or processes < 1 or machines < 1 or is_filtered or engine_of(doc) == "NO":
         return  # a filter of hosts decides, or one process is started
     ids = str(doc.get("gpu_ids") or "all")

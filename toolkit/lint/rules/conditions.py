@@ -18,13 +18,14 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+DEGREES = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
 OF_SETTINGS = (
     *("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed", "is_preset"),
-    *("saves", "trains_adapters", "changes_to_full", "is_trl", "is_grpo", "has_sharegpt"),
+    *("saves", "trains_adapters", "changes_to_full", "is_alone", "is_trl", "is_grpo", "has_sharegpt"),
 )
 DERIVED: Mapping[str, Callable[[Document], Any]] = {
     **{name: getattr(settings, name) for name in OF_SETTINGS},
-    **{f"{name}_size": functools.partial(settings.parallel_degree, name=name) for name in ("tp", "cp", "sp")},
+    **{f"{name}_size": functools.partial(settings.parallel_degree, name=name) for name in DEGREES},
     **{f"offload_{part}": functools.partial(settings.offload_device, part=part) for part in ("optimizer", "param")},
     **{f"{part}_path": functools.partial(settings.nvme_path, part=part) for part in ("optimizer", "param")},
     "last_machine": lambda doc: (as_int(doc.get("num_machines")) or 1) - 1,
@@ -33,10 +34,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         if doc.kind == AXOLOTL
         else settings.fsdp_version(doc)
     ),
-    "shards": lambda doc: settings.parallel_degree(doc, "dp_shard") * settings.parallel_degree(doc, "cp"),
-    "replicas": lambda doc: settings.parallel_degree(doc, "dp_replicate"),
     "says_shards": lambda doc: doc.has("num_processes") or doc.has(settings.parallel_size_key("dp_shard")),
-    "has_length": lambda doc: doc.get("max_length", 1024) is not None,
     "is_dpo": lambda doc: any(map(doc.has, DPO_KEYS)),
     "accelerator_file": lambda doc: isinstance(doc.get("accelerator_config"), str) or None,
     "survives_offload": lambda doc: survives_offload(str(doc.get("optim"))),
@@ -50,13 +48,6 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "may_skip_training": lambda doc: (
         doc.program == "llama-factory" or "do_train" in doc.source or doc.has("do_predict")
     ),
-    "gpus_of_verl": lambda doc: _product(doc, "trainer.n_gpus_per_node|8", "trainer.nnodes|1"),
-    "completions_of_axolotl": lambda doc: _product(doc, "micro_batch_size|1", "gradient_accumulation_steps|1"),
-    "is_alone": settings.is_on_one_gpu,
-    "mini_batch_of_verl": lambda doc: _product(
-        doc, "actor_rollout_ref.actor.ppo_mini_batch_size|256", "actor_rollout_ref.rollout.n|1"
-    ),
-    "batch_of_verl": lambda doc: _product(doc, "data.train_batch_size|1024", "actor_rollout_ref.rollout.n|1"),
     "stores_floats": lambda doc: "FLOAT" in as_enum(doc.get("bnb_4bit_quant_storage")),
     "is_state_dict_refused": lambda doc: any(map(rejects_save_only_model, _settings_of_fsdp(doc, "state_dict_type"))),
     "is_recomputed_by_fsdp": lambda doc: any(map(as_bool, _settings_of_fsdp(doc, "activation_checkpointing"))),
@@ -95,7 +86,9 @@ def _product(doc: Document, *names: str) -> int | None:
 
 
 def _value(doc: Document, name: str) -> Any:
-    """Return a value of the table by its name: `NAME|WORD` has a default."""
+    """Return a value of the table by its name: `NAME|WORD` has a default, `A x B` is a product."""
+    if " x " in name:
+        return _product(doc, *name.split(" x "))
     key, _, default = name.partition("|")
     if key.startswith("json.") and doc.deepspeed_json is not None:  # a key of the DeepSpeed JSON that the file names
         return doc.deepspeed_json.get(key.removeprefix("json."), default or None)
@@ -125,9 +118,8 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         return bool(whole and divisor and whole % divisor)
     if word == "one_name":  # where only LLaMA-Factory splits at commas; an expression has other letters
         between = r"\w+(?:[ ]+\w+)+" if name == "lora_target" else r"\w+(?:[ ]*,[ ]*\w+)+"
-        return (
-            re.fullmatch(between, str(value[0] if isinstance(value, list) and len(value) == 1 else value)) is not None
-        )
+        listed = value[0] if isinstance(value, list) and len(value) == 1 else value
+        return re.fullmatch(between, str(listed)) is not None
     if word == "exponent":
         return isinstance(value, float) or re.fullmatch(r"[\d.]+[eE]\+?\d+", str(value)) is not None
     if other:

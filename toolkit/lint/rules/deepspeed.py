@@ -208,9 +208,8 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
         names = Path(named).name  # which the script may write, or copy, itself
         if named.endswith(SUFFIXES) and not ("$" in named or find_named(named, doc.path) or doc.text.count(names) > 1):
-            yield Match(
-                "--config_file", f"{shorten(named)} is not found from here", "a path that exists", line=call.line
-            )
+            message = f"{shorten(named)} is not found from here"
+            yield Match("--config_file", message, "a path that exists", line=call.line)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]

@@ -1,15 +1,14 @@
 """What Kubernetes and kubeflow's operator refuse in the file of a job, and commands that no container finds."""
 
-import contextlib
 import re
 from collections.abc import Iterator
 
 import yaml
 
-from toolkit.files.documents import CONFIGURATION, LOADER, YAML_TAG, check_yaml
+from toolkit.files.documents import YAML_TAG
+from toolkit.lint.commands_in_yaml import GPU, KUBERNETES, documents_of, node_at, word_at
 from toolkit.lint.document import Document
 from toolkit.lint.findings import WARNING, Match
-from toolkit.lint.job_files import GPU, node_at, word_at
 from toolkit.lint.rules.settings import shorten
 
 OF_GPU = re.compile(r"nvidia(?:\.com)?/gpus?|gpus?")
@@ -18,19 +17,15 @@ WITHOUT_SHELL = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed|python[\d.
 
 def refusals(doc: Document) -> Iterator[Match]:
     """Yield what is refused in each document of a file, at its line."""
-    if not re.search(r"(?m)^apiVersion[ ]*:", doc.text):
-        return
-    with contextlib.suppress(Exception):  # PyYAML raises many kinds; a template is no YAML
-        check_yaml(doc.text, doc.path, CONFIGURATION)
-        for root in yaml.compose_all(doc.text, Loader=LOADER):
-            kind = word_at(root, "kind")
-            master = node_at(root, "spec", "pytorchReplicaSpecs", "Master", "replicas")
-            if isinstance(master, yaml.ScalarNode) and master.value != "1":
-                message = f"{shorten(master.value)} masters are refused"
-                yield _match("replicas", message, "1, and the others as Worker", master.start_mark.line + 1)
-            for node in _mappings(root, set()):
-                if isinstance(node_at(node, "containers"), yaml.SequenceNode):
-                    yield from _refused_pod(node, kind)
+    for root in documents_of(doc.text) if KUBERNETES.search(doc.text) else ():
+        kind = word_at(root, "kind")
+        master = node_at(root, "spec", "pytorchReplicaSpecs", "Master", "replicas")
+        if isinstance(master, yaml.ScalarNode) and master.value != "1":
+            message = f"{shorten(master.value)} masters are refused"
+            yield _match("replicas", message, "1, and the others as Worker", master.start_mark.line + 1)
+        for node in _mappings(root, set()):
+            if isinstance(node_at(node, "containers"), yaml.SequenceNode):
+                yield from _refused_pod(node, kind)
 
 
 def _refused_pod(pod: yaml.Node, kind: str) -> Iterator[Match]:
@@ -62,7 +57,7 @@ def _refused_container(container: yaml.Node) -> Iterator[Match]:
     for block in ("limits", "requests"):
         node = node_at(container, "resources", block)
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if OF_GPU.fullmatch(key.value) and key.value != GPU:
+            if OF_GPU.fullmatch(str(key.value)) and key.value != GPU:
                 yield _match(key.value, "no node has it: the pod waits", f"`{GPU}`", key.start_mark.line + 1)
     for each in _items(container, "env"):
         value = node_at(each, "value")

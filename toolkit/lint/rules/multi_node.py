@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
+from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.job_files import GPUS_OF_CONTAINER
 from toolkit.lint.named_files import project_root, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
@@ -20,11 +20,6 @@ THIS_NODE = re.compile(rf"{LOCAL}|'\$\(hostname[^)]*\)|0(?:\.0\.0\.0)?|\[?::1?\]
 def calls(doc: Document, *tools: str) -> Iterator[LauncherCall]:
     """Yield the calls of some launchers in a script."""
     yield from (call for call in doc.script.launches if call.tool in tools)
-
-
-def starts_others(call: LauncherCall) -> bool:
-    """Return True for a launcher that starts those of the other nodes itself: through pdsh, or mpirun."""
-    return call.tool == "deepspeed" or "mpirun-hostfile" in call.options
 
 
 def on_several_nodes(call: LauncherCall) -> bool:
@@ -52,10 +47,10 @@ def spans_nodes(doc: Document) -> bool:
     return ((doc.script.nodes or 1) > 1 and not are_alone) or bool(several(doc))
 
 
-def elastic_range(call: LauncherCall) -> tuple[str, str] | None:
-    """Return the lowest and highest number of nodes of an elastic torchrun, None for another one."""
+def is_elastic(call: LauncherCall) -> bool:
+    """Return True for a torchrun with a lowest and a highest number of nodes."""
     low, colon, high = (call.options.get("nnodes") or "").partition(":")
-    return (low, high) if call.tool == "torchrun" and colon and low != high and "{" not in low else None
+    return bool(colon) and low != high and "{" not in low
 
 
 def is_static(call: LauncherCall) -> bool:
@@ -78,9 +73,8 @@ def master(call: LauncherCall) -> str | None:
 )
 def head_is_localhost(doc: Document) -> Iterator[Match]:
     """Where the head's address is local or unknown, each node waits or trains alone."""
-    of_branch = doc.script.mentions(rf"^[ \t]+(?:export[ \t]+)?\w+=[\"']?(?:{LOCAL})\b") and doc.script.mentions(
-        "^el|;;"
-    )
+    of_branch = doc.script.mentions(rf"^[ \t]+(?:export[ \t]+)?\w+=[\"']?(?:{LOCAL})\b")
+    of_branch = of_branch and doc.script.mentions("^el|;;")
     pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
@@ -151,10 +145,8 @@ def node_rank_missing(doc: Document) -> Iterator[Match]:
             message = f"ranks are below {nodes}" if is_too_high else f"every node has rank {rank or 0}"
             fix = "`--rdzv-backend c10d`" if call.tool == "torchrun" else "`--machine_rank`, expanded on each node"
             message += "" if is_too_high or rank or doc.kind == SBATCH else ", unless the environment has PET_NODE_RANK"
-            here = (
-                THIS_NODE.fullmatch(call.options.get(master(call) or "") or "") and nodes is None and doc.kind != SBATCH
-            )
-            level = NOTE if here else None  # of one node, perhaps
+            is_local = THIS_NODE.fullmatch(call.options.get(master(call) or "") or "")
+            level = NOTE if is_local and nodes is None and doc.kind != SBATCH else None  # of one node, perhaps
             name = names[call.tool].replace("machine-", "machine_")
             yield Match(f"--{name}", message, fix, line=call.line, level=level)
 
@@ -246,8 +238,8 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
 def elastic_without_restarts(doc: Document) -> Iterator[Match]:
     """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
-    for call in calls(doc, "torchrun"):
-        if elastic_range(call) and call.options.get("max-restarts", "0") == "0":
+    for call in filter(is_elastic, calls(doc, "torchrun")):
+        if call.options.get("max-restarts", "0") == "0":
             message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
             yield Match("--max-restarts", message, "`--max-restarts 3`", line=call.line)
 
@@ -255,9 +247,9 @@ def elastic_without_restarts(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="torch", fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 def elastic_shared_store(doc: Document) -> Iterator[Match]:
     """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
-    for call in calls(doc, "torchrun"):
-        variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-        if elastic_range(call) and not doc.script.mentions(rf"{variable}=[\"']?1"):
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    for call in filter(is_elastic, calls(doc, "torchrun")):
+        if not doc.script.mentions(rf"{variable}=[\"']?1"):
             fix = f"`export {variable}=1`"
             yield Match(variable, "a node that joins again meets the keys of the attempt before", fix, line=call.line)
 
@@ -355,11 +347,9 @@ def count_of_slurm(doc: Document) -> Iterator[Match]:
         for name in COUNTS:
             if re.fullmatch(r"\$\{?SLURM_GPUS_PER_NODE\}?", call.options.get(name) or ""):
                 why = f"{value}, which is no number" if is_said else "unset, unless sbatch is told --gpus-per-node"
-                level = None if is_said else WARNING
-                message = f"$SLURM_GPUS_PER_NODE is {why}"
-                yield Match(
-                    f"--{name.replace('-', '_')}", message, "`$SLURM_GPUS_ON_NODE`", line=call.line, level=level
-                )
+                message, level = f"$SLURM_GPUS_PER_NODE is {why}", None if is_said else WARNING
+                option = f"--{name.replace('-', '_')}"
+                yield Match(option, message, "`$SLURM_GPUS_ON_NODE`", line=call.line, level=level)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
@@ -377,13 +367,8 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         if made and "%" not in folder and not re.search(makes, texts_of(before)):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
-            yield Match(
-                "-e" if name == "e" else f"--{name}",
-                message,
-                f"`mkdir -p {folder}` before sbatch",
-                line=line,
-                level=level,
-            )
+            key, fix = "-e" if name == "e" else f"--{name}", f"`mkdir -p {folder}` before sbatch"
+            yield Match(key, message, fix, line=line, level=level)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")
@@ -393,7 +378,9 @@ def only_first_node(doc: Document) -> Iterator[Match]:
     if (script.nodes or 1) < 2 or script.mentions(STARTERS):
         return
     alone = next((each for each in script.find(PYTHON) if not script.mentions(OTHER_STARTERS)), None)
-    if script.launches and not all(map(starts_others, script.launches)):
+    # Those of deepspeed and mpirun start the others themselves.
+    here = [each for each in script.launches if each.tool != "deepspeed" and "mpirun-hostfile" not in each.options]
+    if here:
         call = script.launches[0]
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)

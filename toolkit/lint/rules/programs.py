@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.convert.job_script import PROGRAMS, launcher_tables
-from toolkit.convert.programs import ProgramSchema, program_of, program_schema, program_schemas
+from toolkit.convert.programs import ProgramSchema, program_of, program_schema
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
@@ -47,10 +47,9 @@ def _refused_by_trl(doc: Document) -> Iterator[Match]:
     is_its = doc.start is not None and str(doc.start.script).startswith("trl ")
     level = None if is_its else WARNING
     entries = doc.get("datasets") if is_its or (doc.program == "trl" and is_trls_own(doc)) else []
-    is_list = isinstance(entries, list) and (
-        is_its or any(isinstance(each, dict) and "path" in each for each in entries)
-    )
-    for entry in entries if is_list else ():
+    entries = entries if isinstance(entries, list) else []
+    has_path = any(isinstance(each, dict) and "path" in each for each in entries)
+    for entry in entries if is_its or has_path else ():
         names = [str(key) for key in entry if key not in DATASET] if isinstance(entry, dict) else []
         if names:
             instead = OF_OTHERS.get(names[0]) or nearest(names[0][:100], DATASET)
@@ -58,12 +57,6 @@ def _refused_by_trl(doc: Document) -> Iterator[Match]:
             yield Match("datasets", f"an entry has no `{shorten(names[0])}`", fix, level=level, library="trl")
         elif not isinstance(entry, dict) or "path" not in entry:
             yield Match("datasets", f"{shorten(entry)} has no `path`", "`- path: NAME`", level=level, library="trl")
-
-
-def schema_of(doc: Document) -> ProgramSchema | None:
-    """Return the settings of the program that a file is for; None for Trainer arguments of any script."""
-    program = program_of(doc.data)
-    return program_schemas().get(str(program))
 
 
 def _unknown(doc: Document, program: str) -> Iterator[Match]:
@@ -206,11 +199,8 @@ def is_trls_own(doc: Document) -> bool:
     that is known to train with TRL."""
     schema = program_schema("trl")
     unknown = schema.unknown(doc.data) if program_of(doc.data) == "trl" else ["of another program"]
-    return not any(
-        key not in schema.scripts and _is_of_a_script(schema, key)
-        for key in unknown
-        if key not in TRAINING_ARGUMENTS_REMOVED
-    )
+    others = [key for key in unknown if key not in TRAINING_ARGUMENTS_REMOVED and key not in schema.scripts]
+    return not any(_is_of_a_script(schema, key) for key in others)
 
 
 def _is_of_a_script(schema: ProgramSchema, key: str) -> bool:

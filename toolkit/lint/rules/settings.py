@@ -15,7 +15,15 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import find_named, has_own_loop, imported_source, occurs, parses_own, project_source
+from toolkit.lint.named_files import (
+    LINT_TABLES,
+    find_named,
+    has_own_loop,
+    imported_source,
+    occurs,
+    parses_own,
+    project_source,
+)
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -123,12 +131,6 @@ def parallel_degree(doc: Document, name: str) -> int:
     return as_int(doc.get(parallel_size_key(name), 1)) or 1
 
 
-def listed_dimensions(doc: Document, block: str) -> list[str]:
-    """Return the dimensions that a block lists for this toolkit under `parallel`; none where it has no list."""
-    names = doc.block(block).get("parallel")
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
 # -- Trainer arguments
 
 # A trainer's own saving: `save_model` calls `_save` without weights where stage 3 gathers none.
@@ -174,26 +176,11 @@ def is_trl(doc: Document) -> bool:
     return doc.has("model_name_or_path") and doc.program in ("trl", "transformers", None)
 
 
-OF_PAIRS = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "aot",
-    "apo_zero",
-    "apo_down",
-    "sft",
-)
-
-
 def is_grpo(doc: Document) -> bool:
     """Return True for arguments of TRL's GRPOTrainer."""
     is_its = doc.program in ("trl", None) and (doc.call is None or doc.has("model_name_or_path"))
-    of_both = {"max_completion_length"} if doc.get("loss_type") not in OF_PAIRS else set()  # DPO had it, below TRL 0.25
-    keys = doc.data.keys() & ({"num_generations"} | of_both)
+    keys = doc.data.keys() & {"num_generations", "max_completion_length"}
+    keys -= {"max_completion_length"} if doc.get("loss_type") in LINT_TABLES["losses_of_dpo"] else set()
     has_key = not all(parses_own(doc.reader_source, each) for each in keys)  # nor is one of them a script's own
     has_key &= "GRPO" in doc.reader_source or not doc.has_code  # trl.experimental's trainers have such settings too
     is_its_command = doc.start is not None and doc.start.script == "trl grpo"
@@ -233,7 +220,7 @@ def has_sharegpt(doc: Document) -> bool:
     return any(isinstance(each, dict) and str(each.get("type")).startswith("sharegpt") for each in rows)
 
 
-def is_on_one_gpu(doc: Document) -> bool:
+def is_alone(doc: Document) -> bool:
     """Return True for a command that sees one GPU, and that nothing asks to start torchrun for it."""
     before, text = doc.start.before if doc.start else "", doc.command.text if doc.command else doc.text
     is_started = re.search("FORCE_TORCHRUN|USE_RAY", text)

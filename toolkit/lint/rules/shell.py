@@ -2,10 +2,10 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, LauncherCall, launcher_tables
+from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
@@ -32,12 +32,22 @@ ASSIGNED = re.compile(
     rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
+UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
-def in_spans(offset: int, spans: tuple[tuple[int, int], ...]) -> bool:
+# Variables that have an effect where a process inherits them.
+INHERITED = {name for names in launcher_tables()["exported"].values() for name in names}
+
+
+def in_spans(offset: int, spans: Iterable[tuple[int, int]]) -> bool:
     """Return True for an offset inside of one of the spans."""
     return any(start <= offset < end for start, end in spans)
+
+
+def arrays_and_strings(script: JobScript) -> tuple[tuple[int, int], ...]:
+    """Return the spans of a script whose lines are words, and no commands."""
+    return (*(found.span() for found in ARRAY.finditer(script.text)), *script.strings, *script.protected)
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="a backslash at the very end of the line before")
@@ -46,54 +56,49 @@ def lost_line(doc: Document) -> Iterator[Match]:
     before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
     a space any line is lost, the script's name too.
     """
-    script = doc.script
-    arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
     for start, end in script.commands if script.calls else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
-        if found and not in_spans(start, (*arrays, *script.strings, *script.protected)):
+        if found and not in_spans(start, words):
             follows = start == lost
             lost = end
             if follows:
                 continue
-            line = script.line_at(found.start(1))
+            line, before = script.line_at(found.start(1)), script.text[:start]
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
             if re.match(r"\w+=", found[1]):
                 message = "what stands in front of it ends there: its variables do not reach the launcher"
-            is_windows = script.text[:start].endswith("\\\r\n")
-            code = re.sub(r"(?m)(?:^[ \t]*#[^\n]*\n)+\Z", "", script.text[:start])  # in front of the comments
+            code = re.sub(r"(?m)(?:^[ \t]*#[^\n]*\n)+\Z", "", before)  # in front of the comments
             fix = "end the line before with a backslash, and nothing behind it"
             if len(code) < start:
                 fix = "no comment between the lines: it ends the command"
                 fix += "" if code.endswith("\\\n") else "; and a backslash at the end of the line before it"
-            if script.text[:start].endswith("\n\n") and not script.text[:start].rstrip().endswith("\\"):
+            if before.endswith("\n\n") and not before.rstrip().endswith("\\"):
                 fix = "move it into the command that it is for, or remove it"
-            if is_windows:
+            if before.endswith("\\\r\n"):
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
-                message += f" runs {found[1]} as a command"
-                fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
-            yield Match(found[1], message, fix, line=line)
-            if is_windows:
+                yield Match(found[1], f"{message} runs {found[1]} as a command", UNIX_ENDS, line=line)
                 return
+            yield Match(found[1], message, fix, line=line)
     for found, line in script.find(r"(?<=\s)\\[ \t]+(?=--?\w)") if script.calls else ():
         if not in_spans(found.start(), (*script.strings, *script.protected)):
             message = "is a word with a space to bash, and reaches the program as an argument"
             yield Match("\\", message, "a line break behind the backslash, or no backslash", line=line)
     if script.calls and script.text.count("\r\n") * 2 > script.text.count("\n"):
-        fix = "`dos2unix`, or `sed -i 's/\\r$//'`"
-        yield Match("\\r", "the file has Windows' line ends: each last word has one", fix, line=script.first_line)
+        message = "the file has Windows' line ends: each last word has one"
+        yield Match("\\r", message, UNIX_ENDS, line=script.first_line)
 
 
 @rule(ERROR, *SCRIPTS, library="bash", fix="no blanks around =")
 def blank_in_assignment(doc: Document) -> Iterator[Match]:
     """With blanks around `=` bash assigns nothing."""
-    script = doc.script
-    arrays = tuple(found.span() for found in ARRAY.finditer(script.text))
+    script, words = doc.script, arrays_and_strings(doc.script)
     for start, end in script.commands if script.calls else ():
         found = BLANK_ASSIGNED.match(script.text, start, end)
-        if found and not in_spans(start, (*arrays, *script.strings, *script.protected)):
+        if found and not in_spans(start, words):
             message = "blanks stand around `=`: bash assigns nothing"
             yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
 
@@ -152,9 +157,8 @@ def not_exported(doc: Document) -> Iterator[Match]:
             is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
             if name not in names or name in reported or is_continued or quotes % 2:
                 continue
-            if in_spans(found.start(), script.strings):
-                continue
-            if script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
+            is_string = in_spans(found.start(), script.strings)
+            if is_string or script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
             if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
                 continue
@@ -182,11 +186,10 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
-    known = {name for names in launcher_tables()["exported"].values() for name in names}
     for found, line in doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=") if doc.script.calls else ():
-        meant = {"NCCL_TIMEOUT": "ddp_timeout"}.get(found[1]) or nearest(found[1], known, cutoff=0.95)
+        meant = {"NCCL_TIMEOUT": "ddp_timeout"}.get(found[1]) or nearest(found[1], INHERITED, cutoff=0.95)
         used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
-        if meant and not (found[1] in known or used):
+        if meant and not (found[1] in INHERITED or used):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
             level = NOTE if found[1] == "NCCL_TIMEOUT" and not is_seen else None  # some scripts read it
             fix = (
@@ -205,10 +208,9 @@ def flag_with_value(doc: Document) -> Iterator[Match]:
         is_module = {"m", "module", "no-python"} & call.options.keys() or "$" in str(call.script)
         behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
         if call.tool not in PROGRAMS and call.script and (is_value or behind):
-            message = f"{call.tool} takes {call.script} for the script"
             starts_python = Path(call.script).name.startswith("python")
             fix = f"remove `{call.script}`" if starts_python else "the option without a value"
-            yield Match(call.tool, message, fix, line=call.line)
+            yield Match(call.tool, f"{call.tool} takes {call.script} for the script", fix, line=call.line)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="torchrun, and LOCAL_RANK of the environment")
@@ -234,11 +236,10 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
 @rule(ERROR, *SCRIPTS, library="bash", fix="NAME=VALUE in front of the command")
 def variable_behind_command(doc: Document) -> Iterator[Match]:
     """An assignment sets a variable in front of a command only: behind it, it is an argument of the command."""
-    known = {name for names in launcher_tables()["exported"].values() for name in names}
     for call in doc.script.launches:
         for word in (call.script or "", *call.words):
             name = word.split()[-1].partition("=")[0] if "=" in word else ""
-            if name in known:
+            if name in INHERITED:
                 takes_pairs = re.search("OmegaConf|hydra", "".join(source_of(call.script or "", doc.path)))
                 level, fix = NOTE if takes_pairs else None, f"`{name}=...` in front of the command"
                 yield Match(name, f"{name} is an argument here", fix, line=call.line, level=level)
@@ -284,13 +285,19 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
                 yield Match(option, message, fix, line=call.line, level=ERROR if has_dash else None)
 
 
+def file_behind(call: LauncherCall) -> str:
+    """Return the configuration that stands right behind a script's name, empty where there is none."""
+    first = call.words[0] if call.words else ""
+    return first if first.endswith(SUFFIXES) and not first.startswith("-") else ""
+
+
 @rule(ERROR, *SCRIPTS, library="transformers", fix="--config in front of the file, where the parser has it")
 def file_not_read(doc: Document) -> Iterator[Match]:
     """A parser refuses a file's path behind the script's name unless the script reads it: TRL's `TrlParser` takes
     it behind `--config` alone, and `parse_args_into_dataclasses` of transformers takes none."""
     for call in doc.script.launches:
-        first = call.words[0] if call.words else ""
-        if call.tool in PROGRAMS or first.startswith("-") or not first.endswith(SUFFIXES):
+        first = file_behind(call)
+        if call.tool in PROGRAMS or not first:
             continue
         source, beside = source_of(call.script or "", doc.path)
         reads = r"parse_(?:yaml|json)_file|parse_known_args|sys\.argv|H4ArgumentParser|read_args|OmegaConf|args_file"
@@ -400,9 +407,8 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
         if call.tool == "deepspeed" and options and not in_force and "hostfile" not in call.options:
             message = f"--{options.pop().replace('-', '_')} makes deepspeed ignore it"
             fix, count = f"`--include localhost:{gpus}`, without --num_gpus", call.options.get("num-gpus")
-            fix = (
-                fix if count in (None, str(gpus.count(",") + 1)) else f"{fix}; or no CUDA_VISIBLE_DEVICES, for {count}"
-            )
+            if count not in (None, str(gpus.count(",") + 1)):
+                fix += f"; or no CUDA_VISIBLE_DEVICES, for {count}"
             yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
 
 
@@ -475,14 +481,13 @@ def refused_hostfile(doc: Document) -> Iterator[Match]:
 def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` first, where LLaMA-Factory and transformers' examples look for the file."""
     for call in doc.script.launches:
-        first = call.words[0] if call.words else ""
-        is_file = first.endswith(SUFFIXES) and not first.startswith("-")
-        if call.tool != "deepspeed" or not is_file or "no-local-rank" in call.options:
+        first = file_behind(call)
+        if call.tool != "deepspeed" or not first or "no-local-rank" in call.options:
             continue
         source = source_of(call.script or "", doc.path)[0]
         reads = r"\bargv\b|\brun_exp\b" + ("" if source else r"|\bsrc/train\.py|\brun_\w+\.py$")
         looks_there = re.search(reads, source or call.script or "")
         if looks_there or not source:
-            message = f"--local_rank=N stands in front of {call.words[0]}"
+            message = f"--local_rank=N stands in front of {first}"
             fix, level = "`torchrun`, or `deepspeed --no_local_rank`", None if looks_there else NOTE
-            yield Match(call.words[0], message, fix, line=call.line, level=level)
+            yield Match(first, message, fix, line=call.line, level=level)

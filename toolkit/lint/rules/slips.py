@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.convert.job_script import JobScript, launcher_tables
+from toolkit.convert.job_script import JobScript, in_comment, launcher_tables
 from toolkit.errors import nearest
 from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document
 from toolkit.lint.findings import ERROR, Match, rule
@@ -48,7 +48,7 @@ def shell_slip(doc: Document) -> Iterator[Match]:
             if re.match(r"#[ \t]*SBATCH", found[0]):
                 is_read = doc.kind == SBATCH and in_spans(found.start(), (*comments,))
             else:
-                is_read = not (script.is_comment(at) or in_spans(at, spans))
+                is_read = not (in_comment(script.text, at) or in_spans(at, spans))
             if is_read:
                 yield Match(found[last], each["message"], each["fix"], line=script.line_at(at), level=each.get("level"))
     if script.calls:

@@ -113,9 +113,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
             of_trl = processes and not re.search(r"class \w*GRPO\w*\((?:\w+\.)?Trainer\)", doc.reader_source)
             yield Match("num_generations", f"{start}: {count}", fix, level=None if of_trl else NOTE, since="0.15.0")
     elif batch and group and batch % group:
-        yield Match(
-            "generation_batch_size", f"{batch} is not a multiple of num_generations {group}", f"a multiple of {group}"
-        )
+        message = f"{batch} is not a multiple of num_generations {group}"
+        yield Match("generation_batch_size", message, f"a multiple of {group}")
     low, high = (as_float(doc.get(f"vllm_importance_sampling_clip_{end}")) for end in ("min", "max"))
     if low is not None and high is not None and low >= high:
         message = f"{low:g} is not below clip_max {high:g}"
@@ -176,11 +175,9 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         is_passed = is_number and is_in_yaml and _is_passed_on(doc, name)
         if is_passed or (is_its and is_in_yaml and not converts_text(doc, name)):
             number, level = re.sub("[eE]", ".0e", str(value)), None if is_passed or keeps_text(doc) else NOTE
-            message = f"{value} is text to PyYAML: " + (
-                "the optimizer raises" if is_passed else "parse_yaml_file keeps it"
-            )
-            of_torch = "torch" if is_passed else None
-            yield Match(name, message, f"`{number}`", value=number, level=level, library=of_torch)
+            effect, library = ("the optimizer raises", "torch") if is_passed else ("parse_yaml_file keeps it", None)
+            message = f"{value} is text to PyYAML: {effect}"
+            yield Match(name, message, f"`{number}`", value=number, level=level, library=library)
 
 
 def _is_passed_on(doc: Document, name: str) -> bool:

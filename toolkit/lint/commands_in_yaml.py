@@ -16,7 +16,7 @@ import yaml
 from toolkit.convert.job_script import JobScript, read_script
 from toolkit.files.documents import CONFIGURATION, LOADER, check_yaml
 
-_KUBERNETES = re.compile(r"^apiVersion[ ]*:", re.MULTILINE)
+KUBERNETES = re.compile(r"^apiVersion[ ]*:", re.MULTILINE)
 _JOB_FILE = re.compile(r"^(?:apiVersion|services|jobs)[ ]*:", re.MULTILINE)
 _COMMANDS = ("entrypoint", "command", "args", "run")  # in the order in which a container joins them
 GPU = "nvidia.com/gpu"  # the resource
@@ -31,22 +31,27 @@ def script_of(text: str) -> JobScript | None:
     if not _JOB_FILE.search(text):
         return None
     lines, nodes, is_set = [""] * (text.count("\n") + 2), 1, False
-    with contextlib.suppress(Exception):  # PyYAML raises many kinds; what is no YAML has no commands
-        check_yaml(text, "job file", CONFIGURATION)
-        for root in yaml.compose_all(text, Loader=LOADER):
-            with contextlib.suppress(Exception):  # an empty document, or the fields of a template
-                data = yaml.SafeLoader("").construct_document(root)
-                for each in data.get("items", [data]):  # of `kind: List`
-                    is_set |= each.get("kind") in _SET_BY_OPERATOR
-                    nodes = max(nodes, _nodes(each))
-            for line, words in _commands(root, set()):
-                for offset, part in enumerate(words.split("\n")):
-                    at = min(line + offset, len(lines) - 1)
-                    lines[at] += (" ; " if lines[at] else "") + part
+    for root in documents_of(text):
+        with contextlib.suppress(Exception):  # an empty document, or the fields of a template
+            data = yaml.SafeLoader("").construct_document(root)
+            for each in data.get("items", [data]):  # of `kind: List`
+                is_set |= each.get("kind") in _SET_BY_OPERATOR
+                nodes = max(nodes, _nodes(each))
+        for line, words in _commands(root, set()):
+            for offset, part in enumerate(words.split("\n")):
+                at = min(line + offset, len(lines) - 1)
+                lines[at] += (" ; " if lines[at] else "") + part
     if is_set:
         lines[0] = "export PET_NNODES= PET_NODE_RANK= PET_MASTER_ADDR="
     script = read_script("\n".join(lines), nodes=nodes)
-    return script if script.calls or _KUBERNETES.search(text) else None
+    return script if script.calls or KUBERNETES.search(text) else None
+
+
+def documents_of(text: str) -> Iterator[yaml.Node]:
+    """Yield the root of each YAML document of a text, up to what is no YAML: a template, for one."""
+    with contextlib.suppress(Exception):  # PyYAML raises many kinds
+        check_yaml(text, "job file", CONFIGURATION)
+        yield from yaml.compose_all(text, Loader=LOADER)
 
 
 def _nodes(data: dict[str, Any]) -> int:
