@@ -186,7 +186,10 @@ def has_ended(process: subprocess.Popen[str]) -> bool:
     locked (CPython 3.11, subprocess.py): the next `wait` then never returns.
     """
     ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return process.returncode is not None or os.waitid(os.P_PID, process.pid, ended) is not None
+    try:
+        return process.returncode is not None or os.waitid(os.P_PID, process.pid, ended) is not None
+    except ChildProcessError:  # of another process, or waited for already
+        return process.poll() is not None
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
