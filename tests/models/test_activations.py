@@ -17,7 +17,7 @@ from toolkit.models.decoders import sliding_window
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import read_model
 from toolkit.models.shape import MASKS, MATH, CountedActivations
-from toolkit.plan.memory import with_attention
+from toolkit.plan.planned_job import with_attention
 
 BATCH, LENGTH = 2, 96
 EXPERTS_80 = EXPERTS | {"moe_intermediate_size": 80}

@@ -99,8 +99,9 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
     if not names:
         return []
     forget_projects()
-    status |= dict.fromkeys(_naming(names, limits), "affected")
-    names = sorted({*names, *(name for name in status if status[name] == "affected")})
+    affected = dict.fromkeys(_naming(names, limits), "affected")
+    status |= affected
+    names = sorted([*names, *affected])
     found = []
     with files_of(ancestor) as old:
         for name in names:
@@ -184,9 +185,11 @@ def _linted(file: Path, root: Path) -> list[Finding] | None:
         result: LintResult = lint_paths([file], forgets=False)
     except ToolkitError:
         return None
-    prefix = f"{root}{os.sep}" if root != Path() else ""
+    if root == Path():
+        return result.findings
+    prefix = f"{root}{os.sep}"
     return [
-        replace(each, file=each.file.removeprefix(prefix), message=each.message.replace(prefix or "\n", ""))
+        replace(each, file=each.file.removeprefix(prefix), message=each.message.replace(prefix, ""))
         for each in result.findings
     ]
 

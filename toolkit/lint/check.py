@@ -137,8 +137,9 @@ def _not_checked(document: Document) -> Iterator[str]:
     for call in document.script.calls:
         if call.arguments and call.line not in checked:
             count = counted(len(call.arguments), "argument")
-            is_named = (call.script or "").endswith(".py") and "$" not in (call.script or "")
-            is_lost = is_named and project_root(document.folder) and not scripts_named(call.script or "", document.path)
+            script = call.script or ""
+            is_lost = script.endswith(".py") and "$" not in script and project_root(document.folder) is not None
+            is_lost = is_lost and not scripts_named(script, document.path)
             why = ", and the project has no such file" if is_lost else ""
             yield f"{document.path}:{call.line}: {count} of {call.script} not checked{why}"
         elif not call.is_complete:

@@ -80,6 +80,7 @@ def source_of(script: str, path: str) -> tuple[str, str]:
     return texts_of([file] if file else []), texts_of([each for each in beside if each != file])
 
 
+@functools.lru_cache(maxsize=64)
 def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     """Return the text of each script of a name that a project has, and that of the modules that it imports."""
     name, folder = re.sub(r"^\$\{?\w+\}?/", "", script), Path(path).absolute().parent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from toolkit.engines.engine import EngineSettings
@@ -19,7 +19,7 @@ from toolkit.plan.engine_buffers import HostMemory, driver_bytes, host_memory, o
 from toolkit.plan.methods import SFT
 from toolkit.plan.micro_batch import micro_batch
 from toolkit.plan.phases import PhaseMemory, Rank, peaks
-from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_job import PlannedJob, with_attention
 from toolkit.plan.programs import TOOLKIT
 from toolkit.plan.training_setup import StageLoad, TrainingSetup, model_states, stage_shape
 from toolkit.presets.spec import PresetSpec
@@ -166,8 +166,7 @@ def plan_engine_memory(
 ) -> MemoryPlan:
     """Return the memory under engine settings that need not come from a preset; `load` is that of a stage."""
     shape = part_of_rank(job.method.model(shape), engine.layout)
-    if (attention := job.attention_with_scores) and shape.activations_from == "formulas":
-        shape = with_attention(shape, attention)
+    shape = with_attention(shape, job.attention_with_scores)
     weights = job.weights(shape, element_bytes=engine.element_bytes)
     states = model_states(engine, weights, job.optimizer)
     rank = Rank(
@@ -285,9 +284,3 @@ def memory_verdict(plan: MemoryPlan, *, memory_bytes: int, host_bytes: int | Non
     if verdict == FITS and (lacks_host or (plan.other is not None and plan.other.planned_peak_bytes > memory_bytes)):
         return TOO_CLOSE
     return verdict
-
-
-@lru_cache(maxsize=64)
-def with_attention(shape: ModelShape, name: str) -> ModelShape:
-    """Return a model with attention that saves its scores; the same object for the same model, as caches need it."""
-    return replace(shape, attention=name)

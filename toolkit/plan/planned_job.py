@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -380,6 +380,13 @@ def on_gpu(job: PlannedJob, gpu: Gpu, *, fp16: bool | None) -> PlannedJob:
         return replace(job, numerics=replace(job.numerics, fp16=True))
     without = gpu.peak_flops("bf16") is None and not job.numerics.fp16 and gpu.peak_flops("fp16") is not None
     return replace(job, without_fused_attention=without and job.attn_implementation in (None, "sdpa"))
+
+
+@lru_cache(maxsize=64)
+def with_attention(shape: ModelShape, name: str | None) -> ModelShape:
+    """Return a model of formulas with attention that saves its scores, by `attention_with_scores`; the same object for
+    the same model, as caches need it."""
+    return replace(shape, attention=name) if name and shape.activations_from == "formulas" else shape
 
 
 def with_workspaces(job: PlannedJob, gpu: Gpu) -> PlannedJob:

@@ -17,7 +17,7 @@ from toolkit.models.shape import ModelShape, SavedBytes
 from toolkit.models.vision_tower import forward_operations
 from toolkit.plan.engine_buffers import checkpointed_on_host
 from toolkit.plan.interconnect import Estimate, Interconnect
-from toolkit.plan.planned_job import PlannedJob
+from toolkit.plan.planned_job import PlannedJob, with_attention
 from toolkit.plan.training_setup import TrainingSetup, stage_shape
 
 # Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
@@ -127,11 +127,8 @@ def compute_seconds(
     if gpu.memory_bytes_per_second is None:
         return tokens * operations / peak
     passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
-    moved = (
-        calibration.kernel_bytes
-        * _saved_bytes(shape, job.attention_with_scores).token_bytes(job.tokens_per_row)
-        * passes
-    )
+    saved = _saved_bytes(with_attention(shape, job.attention_with_scores))
+    moved = calibration.kernel_bytes * saved.token_bytes(job.tokens_per_row) * passes
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
     moved *= calibration.liger_share if job.loss == "fused" else 1.0
     moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
@@ -139,11 +136,8 @@ def compute_seconds(
 
 
 @lru_cache(maxsize=256)
-def _saved_bytes(shape: ModelShape, scores: str | None) -> SavedBytes:
-    """What all layers save in a full fine-tune, attention's `scores` too where no kernel is fused: a measure of what
-    their kernels move, also where less is saved."""
-    if scores and shape.activations_from == "formulas":
-        shape = replace(shape, attention=scores)
+def _saved_bytes(shape: ModelShape) -> SavedBytes:
+    """What all layers save in a full fine-tune: a measure of what their kernels move, also where less is saved."""
     return Activations(shape=shape).saved("none").layers
 
 

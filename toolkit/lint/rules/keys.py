@@ -161,34 +161,30 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
         known: Collection[str] = ACCELERATE_BLOCKS.get(block) or {each for each in options if each.startswith(prefix)}
         for name, value in doc.block(block).items():
             full = name if name.startswith(prefix.rstrip("_")) else f"{prefix}{name}"
-            is_default = _holds_anyway(name, value) and (block == "fsdp_config" or _is_deepspeeds(name))
-            is_default |= block == "deepspeed_config" and _is_said_by_yaml(doc, name, value)
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
                 is_open = since is not None and doc.may_be_older("accelerate", since)
                 if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
                     found = replace(found, fix="remove it", rename=None, remove=True)
+                is_default = _holds_anyway(name, value) and (block == "fsdp_config" or _is_deepspeeds(name))
+                is_default |= block == "deepspeed_config" and _is_said_by_yaml(doc, name, value)
                 level = NOTE if is_default and found.rename is None else WARNING if is_open else found.level
                 yield replace(found, since=since, level=level)
 
 
 def _holds_anyway(name: str, value: Any) -> bool:
     """Return True for a value that a library takes without the key too: what nothing reads changes nothing then."""
-    return (
-        value == "auto"
-        or value is False
-        or str(value).lower() == LINT_TABLES["defaults"].get(name.removeprefix("fsdp_"))
-    )
+    default = LINT_TABLES["defaults"].get(name.removeprefix("fsdp_"))
+    return value == "auto" or value is False or str(value).lower() == default
 
 
 def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
     """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys beside it say."""
     inner = value if isinstance(value, dict) else {}
     if name == "zero_optimization":
-        return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == as_int(
-            doc.get("deepspeed_config.zero_stage")
-        )
+        stage = as_int(doc.get("deepspeed_config.zero_stage"))
+        return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == stage
     return name in ("bf16", "fp16") and as_bool(inner.get("enabled")) is (doc.get("mixed_precision") == name)
 
 

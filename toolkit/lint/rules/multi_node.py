@@ -360,11 +360,12 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
     for name, (value, line) in doc.script.directives.items():
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
         makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
-        made = folder and doc.script.mentions(makes) and not any((each / folder).is_dir() for each in places)
+        made = folder and "%" not in folder and doc.script.mentions(makes)
+        if not made or any((each / folder).is_dir() for each in places):
+            continue
         near = {doc.folder, project_root(doc.folder) or doc.folder}
         before = [each for place in near for each in (*place.glob("*.sh"), *place.glob("README*"))]
-        before = [each for each in before if each.name != Path(doc.path).name]
-        if made and "%" not in folder and not re.search(makes, texts_of(before)):
+        if not re.search(makes, texts_of([each for each in before if each.name != Path(doc.path).name])):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
             key, fix = "-e" if name == "e" else f"--{name}", f"`mkdir -p {folder}` before sbatch"

@@ -33,6 +33,7 @@ ASSIGNED = re.compile(
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
+TIMEOUT = "NCCL_TIMEOUT"  # which people set, and nothing reads
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -179,25 +180,23 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
     by_name = {found[1]: found for found in READ_BY_LIBRARIES.finditer(doc.script.text)}
     for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
-        # The script itself, a program in a here-document, or the project's own code may read it.
-        used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
-        used = used or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
+        used = _is_read(doc, found[1]) or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
     for found, line in doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=") if doc.script.calls else ():
-        meant = {"NCCL_TIMEOUT": "ddp_timeout"}.get(found[1]) or nearest(found[1], INHERITED, cutoff=0.95)
-        used = re.search(rf"\b{found[1]}\b(?!=)", doc.script.text) or found[1] in project_source(doc.folder)
-        if meant and not (found[1] in INHERITED or used):
+        close = None if found[1] == TIMEOUT else nearest(found[1], INHERITED, cutoff=0.95)
+        if (close or found[1] == TIMEOUT) and not (found[1] in INHERITED or _is_read(doc, found[1])):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
-            level = NOTE if found[1] == "NCCL_TIMEOUT" and not is_seen else None  # some scripts read it
-            fix = (
-                f"`{meant}`"
-                if meant != "ddp_timeout"
-                else "the Trainer's `ddp_timeout`, or init_process_group's `timeout`"
-            )
+            level = NOTE if found[1] == TIMEOUT and not is_seen else None  # some scripts read it
+            fix = f"`{close}`" if close else "the Trainer's `ddp_timeout`, or init_process_group's `timeout`"
             yield Match(found[1], "no library reads it", fix, line=line, level=level, library="torch")
+
+
+def _is_read(doc: Document, name: str) -> bool:
+    """Return True where the script itself, a program in a here-document, or the project's own code may read it."""
+    return bool(re.search(rf"\b{name}\b(?!=)", doc.script.text)) or name in project_source(doc.folder)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")

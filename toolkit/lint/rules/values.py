@@ -277,7 +277,6 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         command = (doc.start.script or "") if doc.start else ""
         by_hand = tables.get(command, tables["grpo" if is_grpo(doc) else "trl"])
     library = "trl" if schema is None else schema.distribution
-    of_fork = schema is not None and program != "trl" and bool(schema.strange(doc.data))
     of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
     for key, table in (of_schema | by_hand).items():
         block, _, name = key.rpartition(".")
@@ -295,9 +294,10 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         is_kept = program == "llama-factory" and doc.call is None and key not in READ_AT_ONCE
         is_far = not nearest(str(value)[:100], words, cutoff=MISSPELT_WORD)
         is_old = (key in by_hand or key in REGISTERED) and is_far
+        of_fork = is_far and schema is not None and program != "trl" and bool(schema.strange(doc.data))
         effect = "it raises where it is read" if is_kept else "it raises"
         fix = f"{'the version that has it, or ' * of_fork}one of these" if is_far else None
-        level = NOTE if of_fork and is_far else WARNING if is_kept or is_old else None
+        level = NOTE if of_fork else WARNING if is_kept or is_old else None
         plain = [each for each in words if each[:1] != "*"]
         yield from _not_a_word(place, value, plain, effect, fix=fix, level=level, library=library)
 
