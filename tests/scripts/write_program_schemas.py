@@ -3,7 +3,8 @@
     python -m pip download --no-deps trl==1.16.0 axolotl==0.19.0 ...        # the versions below, into FOLDER
     python tests/scripts/write_program_schemas.py FOLDER
 
-A version without a wheel comes from its tag: `git archive --format zip v0.12.2 src -o FOLDER/axolotl-0.12.2.zip`.
+A version without a wheel comes from its tag, `git archive --format zip v0.12.2 src -o FOLDER/axolotl-0.12.2.zip`, or
+from its sdist, packed the same way.
 
 Nothing is imported or executed: the fields are the annotated names of the classes that each program's parser gets.
 """
@@ -29,7 +30,7 @@ FORMER = {
         *("0.20.0", "0.21.0", "0.22.0", "0.23.1", "0.24.0", "0.25.0", "0.26.0", "0.27.0", "0.28.0", "0.29.0"),
         *("1.0.0", "1.2.0", "1.4.0", "1.5.0", "1.6.0", "1.7.0", "1.8.0", "1.9.0", "1.10.0", "1.11.0", "1.12.0"),
     ),
-    "axolotl": ("0.8.1", "0.10.1", "0.12.2", "0.13.0", "0.15.0", "0.16.1", "0.17.0", "0.18.0"),
+    "axolotl": ("0.8.1", "0.10.0", "0.12.2", "0.13.1", "0.15.0", "0.16.1", "0.17.0", "0.18.0"),
     "llama-factory": ("0.8.3", "0.9.0", "0.9.1", "0.9.2", "0.9.3", "0.9.4"),
     "ms-swift": (
         *("3.0.3", "3.1.0", "3.2.0", "3.3.1", "3.4.0", "3.5.0", "3.5.3", "3.6.0", "3.6.4", "3.7.0", "3.8.0", "3.9.0"),
