@@ -12,7 +12,7 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import LINT_TABLES, parses_own
+from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
 from toolkit.lint.rules.programs import glued_number, is_trls_own
 from toolkit.lint.rules.settings import (
     as_bool,
@@ -46,6 +46,8 @@ DROPS_EXTRA = re.compile(r"allow_extra_keys\s*=\s*True")
 PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
+RECOMPUTES = re.compile(r"gradient_checkpointing(?:\s*=\s*True|_enable\()")
+COMPUTES_IN = re.compile(r"Accelerator\([^()]*mixed_precision\s*=")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, which took it for the other name before
 
@@ -73,6 +75,8 @@ def _unknown(doc: Document, block: str, name: str, known: Any, what: str) -> Mat
     if homes := _homes(doc, block, name):
         into = " or ".join(f"into `{each}`" if each else "to the top level" for each in homes)
         fix, rename = f"move it {into}", None
+    elif block == "deepspeed_config" and name in ("bf16", "fp16"):
+        fix = "remove it: `mixed_precision` decides" if doc.has("mixed_precision") else f"`mixed_precision: {name}`"
     elif meant is not None and not meant.isidentifier():
         fix = meant
     elif free and not is_block and (inner := doc.block(key).get(free[0].rpartition("_")[2])):  # as the JSON has it
@@ -167,25 +171,44 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
                 is_open = since is not None and doc.may_be_older("accelerate", since)
                 if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
                     found = replace(found, fix="remove it", rename=None, remove=True)
-                is_default = _holds_anyway(name, value) and (block == "fsdp_config" or _is_deepspeeds(name))
-                is_default |= block == "deepspeed_config" and _is_said_by_yaml(doc, name, value)
-                level = NOTE if is_default and found.rename is None else WARNING if is_open else found.level
-                yield replace(found, since=since, level=level)
+                found = _at_level(doc, replace(found, since=since), name, value)
+                yield replace(found, level=WARNING) if is_open and found.level is None else found
 
 
-def _holds_anyway(name: str, value: Any) -> bool:
-    """Return True for a value that a library takes without the key too: what nothing reads changes nothing then."""
+def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
+    """Give a key that nothing reads its level: a note where the value holds anyway, a warning where no library knows
+    the name, and what it asks for."""
+    if found.rename is None and _holds_anyway(doc, name, value):
+        return replace(found, level=NOTE, fix="remove it")
+    is_known = found.fix != "remove it" or _is_deepspeeds(name)
+    return found if is_known or found.level else replace(found, level=WARNING)
+
+
+def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
+    """Return True for a value that the run has without the key too: what nothing reads changes nothing then."""
     default = LINT_TABLES["defaults"].get(name.removeprefix("fsdp_"))
-    return value == "auto" or value is False or str(value).lower() == default
+    is_default = str(value).lower() == default or (as_float(value) is not None and as_float(value) == as_float(default))
+    is_of_other_stage = name.startswith("stage3_") and stage_of(doc) < 3
+    is_overlapped = name == "overlap_comm" and value is True and stage_of(doc) == 3  # which turns it on
+    is_one = name.endswith("parallel_size") and as_int(value) in (1, as_int(doc.get("num_processes")))
+    recomputes = name == "gradient_checkpointing" and occurs(RECOMPUTES, doc.reader_source)
+    is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
+    holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
+    holds |= value == "auto" or value is False or value is None
+    return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 
 def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
-    """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys beside it say."""
+    """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys, or the script, say."""
     inner = value if isinstance(value, dict) else {}
     if name == "zero_optimization":
         stage = as_int(doc.get("deepspeed_config.zero_stage"))
         return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == stage
-    return name in ("bf16", "fp16") and as_bool(inner.get("enabled")) is (doc.get("mixed_precision") == name)
+    if name in ("offload_optimizer", "offload_param"):
+        return inner.get("device") == doc.get(f"deepspeed_config.{name}_device", "none")
+    is_scripts = not doc.has("mixed_precision") and occurs(COMPUTES_IN, doc.reader_source)
+    is_same = as_bool(inner.get("enabled")) is (doc.get("mixed_precision") == name)
+    return name in ("bf16", "fp16") and (is_same or is_scripts)
 
 
 def _is_deepspeeds(name: str) -> bool:
@@ -200,8 +223,7 @@ def unknown_deepspeed_key(doc: Document) -> Iterator[Match]:
         is_dotted = name.partition(".")[0] in DEEPSPEED_BLOCKS and "." in name
         if name not in known and not is_dotted and not name.startswith(COMMENT_PREFIXES):
             found = _unknown(doc, "", name, DEEPSPEED_BLOCKS[""], "has no effect: DeepSpeed ignores it silently")
-            holds = found.rename is None and _holds_anyway(name, doc.get(name))
-            yield replace(found, level=NOTE, fix="remove it") if holds else found
+            yield _at_level(doc, found, name, doc.get(name))
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix="the key inside its block")
@@ -231,7 +253,8 @@ def refused_nested_key(doc: Document) -> Iterator[Match]:
                 effect = "has no effect: DeepSpeed ignores it silently" if is_loose else "is refused by DeepSpeed"
                 found = _unknown(doc, block, name, known, f"{where} {effect}")
                 below = name == "cpu_offload_params" and (stage_of(doc) or 0) < 3  # where parameters stay on the GPUs
-                yield replace(found, since=READ_SINCE.get(block), fix="remove it" if below else found.fix)
+                found = replace(found, since=READ_SINCE.get(block), fix="remove it" if below else found.fix)
+                yield _at_level(doc, found, name, doc.get(f"{block}.{name}")) if is_loose else found
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", removed_in="0.19.8", fix="nothing")
@@ -357,8 +380,7 @@ def unknown_fsdp_config_key(doc: Document) -> Iterator[Match]:
     for name in doc.block("fsdp_config"):
         if name.removeprefix("fsdp_") not in removed.TRAINER_FSDP_KEYS:
             found = _unknown(doc, "fsdp_config", name, removed.TRAINER_FSDP_KEYS, "in fsdp_config has no effect")
-            holds = str(doc.get(f"fsdp_config.{name}")).upper() in ("FALSE", "NONE", "FULL_SHARD")  # as it is anyway
-            yield replace(found, level=NOTE, fix="remove it") if holds and found.rename is None else found
+            yield _at_level(doc, found, name, doc.get(f"fsdp_config.{name}"))
 
 
 @rule(WARNING, ACCELERATE, DEEPSPEED, TRAINER, AXOLOTL, library="pyyaml", fix="one of the two")
