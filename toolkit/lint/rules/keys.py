@@ -178,10 +178,12 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     """Give a key that nothing reads its level: a note where the value holds anyway, a warning where no library knows
     the name, and what it asks for."""
-    if found.rename is None and _holds_anyway(doc, name, value):
+    if found.rename is not None or found.level is not None:
+        return found
+    if _holds_anyway(doc, name, value):
         return replace(found, level=NOTE, fix="remove it")
     is_known = found.fix != "remove it" or _is_deepspeeds(name)
-    return found if is_known or found.level else replace(found, level=WARNING)
+    return found if is_known else replace(found, level=WARNING)
 
 
 def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
@@ -194,7 +196,7 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     recomputes = name == "gradient_checkpointing" and occurs(RECOMPUTES, doc.reader_source)
     is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
-    holds |= value == "auto" or value is False or value is None
+    holds |= str(value).lower() in ("auto", "false", "none")
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 
