@@ -40,6 +40,7 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
     """Lint the first of a project's files, and return the findings of a rule."""
     (folder / ".git").mkdir(exist_ok=True, parents=True)
     for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return [each for each in lint_paths([folder / next(iter(files))]).findings if each.rule == rule]
 
@@ -371,6 +372,21 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},
          "remove `python`"),
+        ("unknown-word", {"a.yaml": f"{TEXT}model_name_or_path: Qwen/Qwen3-8B\ncutoff_len: 8\ntemplate: sharegpt\n"},
+         "`qwen3`"),
+        ("unknown-word", {"a.yaml": f"{TEXT}model_name_or_path: mine\ncutoff_len: 8\ntemplate: sharegpt\n"},
+         "remove it: the tokenizer's own"),
+        ("unknown-word", {"a.sh": "torchrun x.py --optim adamm --bf16 --output_dir o\n"}, "`adamw_torch`"),
+        ("unknown-word", {"a.json": zero(scheduler={"type": "CosineWarmup", "params": {"warmup_min_lr": 0}})},
+         "`WarmupCosineLR`, with total_num_steps"),
+        ("unknown-word", {"a.yaml": f"{TRAINER}fsdp: true\nfsdp_config: {{reshard_after_forward: shard_grad_op}}\n"},
+         "`false`"),
+        ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
+        ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
+        ("deepspeed-file-missing", {"a.sh": "cd src\naccelerate launch --config_file b.yaml x.py\n", "src/x.py": "",
+                                    "b.yaml": FSDP2}, "`../b.yaml`"),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "configs/ds.json"), "ds.json": zero()},
+         "`ds.json`"),
     ],
 )  # fmt: skip
 def test_a_fix_names_what_may_be_meant_and_leads_to_no_other_error(

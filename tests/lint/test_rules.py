@@ -108,6 +108,10 @@ CASES = [
     Case("degrees-differ-from-processes", f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 8\n",
          f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 4\n", 5),
     Case("wrong-type", "distributed_type: FSDP\nnum_processes: -2\n", "distributed_type: FSDP\nnum_processes: -1\n", 2),
+    *(Case("unknown-word", f"{bad}: treu\n", f"{bad}: 'True'\n", bad.count("\n") + 1)
+      for start in ("fsdp: true\nmax_steps: 1\nfsdp_config:\n",) for bad in (
+          f"{FSDP}  fsdp_reshard_after_forward", f"{start}  reshard_after_forward",
+          f"{start}  version: 1\n  use_orig_params")),
     Case("wrong-type", f"{DEEPSPEED}  zero_stage: two\n", f'{DEEPSPEED}  zero_stage: "2"\n', 3),
     Case("wrong-type", "distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n",
          'distributed_type: MULTI_GPU\ngpu_ids: "0,1"\n', 2),

@@ -134,7 +134,7 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
         key = fsdp_key(doc, "reshard_after_forward")
         can_rename = strategy is None and isinstance(reshard, str)
         message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"
-        fix = f"`fsdp_sharding_strategy: {shorten(intended)}`"
+        fix = f"`fsdp_sharding_strategy: {intended}`" if intended in FSDP1_STRATEGIES else "remove it"
         fix += "" if as_bool(reshard) is None else ", or `fsdp_version: 2`, which has the boolean"
         yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
 

@@ -1,11 +1,12 @@
 """Rules about a DeepSpeed JSON, and about the YAML that names it: what conflicts, is ignored, or fails later."""
 
 import contextlib
+import os.path
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import launcher_tables
+from toolkit.convert.job_script import LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
@@ -22,7 +23,7 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import declares, find_named, imported_source, project_source, source_of
+from toolkit.lint.named_files import declares, find_named, imported_source, project_root, project_source, source_of
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -206,8 +207,18 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     """
     for call in doc.script.launches:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
-        names = Path(named).name  # which the script may write, or copy, itself
-        if named.endswith(SUFFIXES) and not ("$" in named or find_named(named, doc.path) or doc.text.count(names) > 1):
+        names, file = Path(named).name, find_named(named, doc.path)  # which the script may write, or copy, itself
+        is_open = not named.endswith(SUFFIXES) or "$" in named or doc.text.count(names) > 1
+        behind = _folders_behind(doc, call)
+        if (
+            file
+            and behind
+            and not (is_open or Path(named).is_absolute() or any((each / named).exists() for each in behind))
+        ):
+            fix = f"`{os.path.relpath(file, behind[0])}`"
+            message = f"{shorten(named)} is not there behind `cd {behind[0].name}`: accelerate raises"
+            yield Match("--config_file", message, fix, line=call.line, level=ERROR)
+        elif not (is_open or file):
             message = f"{shorten(named)} is not found from here"
             yield Match("--config_file", message, "a path that exists", line=call.line)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
@@ -222,8 +233,23 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
         return
     file = find_named(named, doc.path)
     start = file and next((each for each in file.parents if is_file(each / named)), None)
+    root = project_root(doc.folder)
     message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
-    yield Match(key, message, "start the run where the path is right" if start else "a path that exists")
+    fix = "start the run where the path is right" if start else "a path that exists"
+    if file and root and not start:  # one of the same name, beside the file
+        fix = f"`{os.path.relpath(file, root)}`"
+    yield Match(key, message, fix, level=ERROR if file and root and not start else None)
+
+
+def _folders_behind(doc: Document, call: LauncherCall) -> list[Path]:
+    """Return the folders that a launch is in behind the script's `cd`, one for each where the script may start; none
+    without a `cd`, or where one is not known."""
+    changes = doc.script.find(r"^.*\b(?:cd|pushd|popd)\b.*")
+    lines = [found[0] for found, line in changes if line <= call.line]
+    steps = [re.match(r"cd[ \t]+[\"']?([\w.]*\w[\w./-]*)", each) for each in lines]
+    path = Path(*(each[1] for each in steps if each))
+    starts = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if steps and all(steps) else ()
+    return list(dict.fromkeys(Path(os.path.normpath(each / path)) for each in starts if (each / path).is_dir()))
 
 
 @rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)

@@ -31,8 +31,10 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
     for block in ("datasets", "test_datasets"):
         entries = doc.get(block) if isinstance(doc.get(block), list) else []
         for entry in filter(lambda each: isinstance(each, dict), entries):
-            for name, table in launcher_tables()["forms"]["datasets"].items():
-                if any(map(doc.get, table.get("unless", ()))) or (name == "type" and doc.has_own_copy(AXOLOTL)):
+            for key, table in launcher_tables()["forms"]["datasets"].items():
+                name, *losses = key.split()
+                is_other = doc.get("rl") not in losses if losses else any(map(doc.get, table.get("unless", ())))
+                if is_other or (name == "type" and doc.has_own_copy(AXOLOTL)):
                     continue
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)

@@ -11,7 +11,7 @@ from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
+from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
@@ -33,7 +33,7 @@ ASSIGNED = re.compile(
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
-TIMEOUT = "NCCL_TIMEOUT"  # which people set, and nothing reads
+TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -185,11 +185,14 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
-    for found, line in doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=") if doc.script.calls else ():
-        close = None if found[1] == TIMEOUT else nearest(found[1], INHERITED, cutoff=0.95)
-        if (close or found[1] == TIMEOUT) and not (found[1] in INHERITED or _is_read(doc, found[1])):
+    for found, line in (
+        doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)") if doc.script.calls else ()
+    ):
+        close = None if found[1] in TIMEOUTS else nearest(found[1], INHERITED, cutoff=0.95)
+        if (close or found[1] in TIMEOUTS) and not (found[1] in INHERITED or _is_read(doc, found[1])):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
-            level = NOTE if found[1] == TIMEOUT and not is_seen else None  # some scripts read it
+            is_idle = found[2] == "1800" or not is_seen  # the Trainer's default; and some scripts read it
+            level = NOTE if found[1] in TIMEOUTS and is_idle else None
             fix = f"`{close}`" if close else "the Trainer's `ddp_timeout`, or init_process_group's `timeout`"
             yield Match(found[1], "no library reads it", fix, line=line, level=level, library="torch")
 
@@ -332,13 +335,16 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed, vLLM and parts of a
+    sequence."""
     is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
     for call in doc.script.launches if not is_told else ():
-        if "," not in visible_devices(doc, call)[0]:
-            continue
+        gpus, parts = visible_devices(doc, call)[0], call.arguments.get("sequence_parallel_size") or ("1", 0)
         needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
-        if call.tool == "swift" and str(needs[0]).lower() != "false":
+        if call.tool == "swift" and (as_int(parts[0]) or 1) > 1:
+            message = f"one process starts, and sequence_parallel_size is {parts[0]}"
+            yield Match("NPROC_PER_NODE", message, f"{parts[0]}, or a multiple", line=parts[1])
+        elif call.tool == "swift" and "," in gpus and str(needs[0]).lower() != "false":
             yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
 
 
