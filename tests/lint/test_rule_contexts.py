@@ -215,6 +215,11 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                 "StateDictType.FULL_STATE_DICT\n): trainer.save_model()\n"}),
         ("sharded-final-save", {"a.sh": f"{SHARDED_RUN}", "x.py": f"from ends import finish\n{HF}", "a.yaml": SHARDED,
                                 "ends.py": "plugin.state_dict_type = StateDictType.FULL_STATE_DICT\n"}),
+        ("flag-with-value", {"a.sh": 'L="accelerate launch \\\r\n --tee 3 \\\r\n"\r\nbash -c "$L x.py"\r\n'}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml x.py\n",
+                                      "a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 4\n"}),
+        ("optimizer-of-json", {"a.sh": "torchrun x.py --deepspeed b.json --bf16 --output_dir o --lr_scheduler_type "
+                               "cosine_warmup\n", "b.json": zero()}),
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[str, str], tmp_path: Path) -> None:
@@ -250,6 +255,10 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
                       "x.py": f"class A(TrainingArguments):\n    max_grad_norm: float = 0.1\n{HF}"}, "max_grad_norm"),
         ("deepspeed-file-missing", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --fsdp_config no/f.json\n",
                                     "f.json": '{"fsdp_offload_params": true, "min_num_params": 0}'}, "but at "),
+        ("shell-slip", {"a.sbatch": '#!/bin/bash\n#SBATCH --nodes=1\necho "on $SLURM_NODENAME"\ntorchrun x.py\n'},
+         "it is empty"),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}report_to: none\n"}, "has no `report_to`"),
+        ("unknown-variable", {"a.sh": "export NCCL_TIMEOUT=1800\ntorchrun x.py\n", "x.py": "Trainer\n"}, "no library"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
@@ -383,6 +392,15 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`false`"),
         ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
         ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
+        ("unknown-word", {"a.json": zero(optimizer={"type": "FusedAdam", "params": {"lr": 1}})}, "`AdamW`"),
+        ("refused-by-llama-factory", {"a.sh": "llamafactory-cli export b.yaml\n", "b.yaml": f"{TEXT}cutoff_len: 8\n"
+                                      "model_name_or_path: a\nfinetuning_type: lora\n"}, "`export_dir`"),
+        ("unknown-swift-setting", {"a.sh": "swift sft --model m --sft_type full\n", "g.py": "import swift.llm\n"},
+         "`train_type`"),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}adapter: lora\nbnb_4bit_compute_dtype: bfloat16\n"},
+         "remove it"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\nsrun bash -c 'if true; then all_reduce_perf; "
+                              "else torchrun x.py; fi'\n"}, "`srun --ntasks-per-node=1` for torchrun alone"),
         ("deepspeed-file-missing", {"a.sh": "cd src\naccelerate launch --config_file b.yaml x.py\n", "src/x.py": "",
                                     "b.yaml": FSDP2}, "`../b.yaml`"),
         ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "configs/ds.json"), "ds.json": zero()},

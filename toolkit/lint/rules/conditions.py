@@ -60,13 +60,17 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
-    "recomputes_itself": lambda doc: "gradient_checkpointing" in doc.reader_source,
+    "recomputes_itself": lambda doc: (
+        "gradient_checkpointing" in doc.reader_source
+        or bool(as_bool((doc.named_by or doc).get("gradient_checkpointing")))
+    ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
     "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
     "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
+    "is_factory": lambda doc: doc.program == "llama-factory",
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
     "zero_stage": settings.stage_of,
 }

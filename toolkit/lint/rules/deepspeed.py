@@ -60,9 +60,15 @@ def not_auto(doc: Document) -> Iterator[Match]:
         value = doc.get(key, "auto")
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
-            message = f"{shorten(value)} must equal {field}, or the Trainer raises"
+            message, fix = f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`'
             level = None if _differs_for_reader(doc, key, value) or (key == STEPS and as_int(value) == 0) else NOTE
-            yield Match(key, message, '`"auto"`', level=level)
+            if key.endswith(".enabled") and isinstance(value, str):
+                message, fix = (
+                    f"{shorten(value)} is text, which equals no switch: the Trainer raises",
+                    f"{fix}, or no quotes",
+                )
+                level = ERROR if trainer_of(doc) else level_for_trainer(doc)
+            yield Match(key, message, fix, level=level)
 
 
 def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
@@ -191,10 +197,15 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             level = None if here and not is_same else NOTE
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
+    reader = trainer_of(doc)
+    level = ERROR if reader and reader.has("learning_rate") else None if reader else level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
-        level = None if trainer_of(doc) else level_for_trainer(doc)
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
+    if doc.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and not doc.has("scheduler.params.warmup_max_lr"):
+        message = "it has no warmup_max_lr: the rate rises to DeepSpeed's 0.001, and not to the Trainer's learning_rate"
+        fix = '`"warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": "auto"`'
+        yield Match("scheduler.params", message, fix, level=level)
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other

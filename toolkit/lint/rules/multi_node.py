@@ -430,7 +430,9 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     is_per_gpu = name == "ntasks-per-gpu" and re.search(r"\bgpus?\b\S*[=:]([2-9]|\d\d)\b", script.text)
     if is_per_gpu or (count.isdigit() and int(count) > 1):
         message = f"srun starts {call.tool} {'once per GPU' if is_per_gpu else f'{count} times on each node'}"
-        yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
+        has_others = re.search(r"\bsrun\b.*\b(?:if|else|for|while|case)\b", call.before, re.DOTALL)
+        fix = f"`srun --ntasks-per-node=1` for {call.tool} alone" if has_others else "`#SBATCH --ntasks-per-node=1`"
+        yield Match(f"--{name}", message, fix, line=line)
 
 
 @rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")

@@ -205,7 +205,7 @@ def _is_read(doc: Document, name: str) -> bool:
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
 def flag_with_value(doc: Document) -> Iterator[Match]:
     """The option takes no value: the launcher starts the next word as the script."""
-    for call in doc.script.launches:
+    for call in doc.script.launches if "\r\n" not in doc.script.text else ():
         is_value = str(call.script).lower() in NOT_A_SCRIPT or str(call.script).isdigit()
         is_module = {"m", "module", "no-python"} & call.options.keys() or "$" in str(call.script)
         behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
@@ -345,7 +345,8 @@ def one_process_for_gpus(doc: Document) -> Iterator[Match]:
             message = f"one process starts, and sequence_parallel_size is {parts[0]}"
             yield Match("NPROC_PER_NODE", message, f"{parts[0]}, or a multiple", line=parts[1])
         elif call.tool == "swift" and "," in gpus and str(needs[0]).lower() != "false":
-            yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
+            message, since = "refused: one process has several GPUs", "3.0.0" if "deepspeed" in call.arguments else None
+            yield Match("NPROC_PER_NODE", message, "as many as GPUs", line=needs[1], since=since)
 
 
 @rule(WARNING, *SCRIPTS, library="transformers", fix="the name with its two dashes")
@@ -426,13 +427,17 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
         gpus, line = visible_devices(doc, call)
         is_one = call.options.get("num-machines") in (None, "1") and "cpu" not in call.options
         option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
-        processes, count = as_int(call.options.get(option)), gpus.count(",") + 1
+        processes, count, level = as_int(call.options.get(option)), gpus.count(",") + 1, None
+        if file := accelerate_file(doc, call) if gpus and option == "num-processes" else None:
+            is_one = (as_int(file.get("num_machines")) or 1) == 1 and as_enum(file.get("distributed_type")) != "NO"
+            processes = as_int(call.options.get(option, file.get("num_processes") if is_one else None))
+            level = ERROR if is_one else None  # a rank takes its GPU before the script does
         if gpus and processes and processes > count:
             message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
             if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
                 message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"
                 fix = "`--num_processes 1`, or more GPUs"
-            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line, level=level)
 
 
 def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:

@@ -62,8 +62,7 @@ READ_SINCE: Mapping[str, str] = LINT_TABLES["read_since"]
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
 LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
-# Of `distributed_type` before accelerate 0.26, and of FSDP1 for what FSDP2 has a switch for.
-FORMER_WORDS = {"TPU": "XLA", "FULL_SHARD": "true", "SHARD_GRAD_OP": "false"}
+FORMER_WORDS: Mapping[str, str] = LINT_TABLES["former_words"]
 OF_FSDP1 = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params", "limit_all_gathers")
 NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
 HELD, WORDS_OF = {"str": str, "list": list, "dict": dict}, {"str": "text", "list": "a list", "dict": "keys and values"}
@@ -139,8 +138,14 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
         elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
-            fix = "`null`" if kind != field.type and value == "None" else expected
-            yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
+            fix = (
+                "`null`"
+                if kind != field.type and value == "None"
+                else expected
+                if value
+                else f"remove it, or {expected}"
+            )
+            yield Match(name, f"{shorten(value) or repr(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
         elif is_text and found is not True:
             fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
             yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
@@ -394,5 +399,5 @@ def _near_words(value: str, words: Sequence[str]) -> list[str]:
     parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", value)
     has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
     known = [*reversed(has_all or words)]
-    forms = {word[: max(3, len(value))].upper(): word for word in known} | {word.upper(): word for word in known}
+    forms = {word[: max(4, len(value))].upper(): word for word in known} | {word.upper(): word for word in known}
     return list(dict.fromkeys(forms[each] for each in alike(value.upper(), forms, cutoff=0.2 if has_all else 0.6)))
