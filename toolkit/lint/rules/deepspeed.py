@@ -23,7 +23,15 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import declares, find_named, imported_source, project_root, project_source, source_of
+from toolkit.lint.named_files import (
+    declares,
+    find_named,
+    imported_source,
+    names_program,
+    project_root,
+    project_source,
+    source_of,
+)
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -121,7 +129,8 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
     source = project_source(doc.folder) if is_without_trainer(doc) else ""
     for key in BATCH_KEYS if "deepspeed.initialize(" in source and "Accelerator(" not in source else ():
         if doc.get(key) == "auto" and not names_word(doc, key):
-            yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=WARNING)
+            level = None if names_program(doc.folder, Path(doc.path).name) else WARNING
+            yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -219,7 +228,9 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
         names, file = Path(named).name, find_named(named, doc.path)  # which the script may write, or copy, itself
-        is_open = not named.endswith(SUFFIXES) or "$" in named or doc.text.count(names) > 1
+        written = re.findall(r">[ \t]*[\"']?\$\{?(\w+)", doc.text)  # by the name of a variable
+        is_open = any(re.search(rf"\b{each}=[\"']?{re.escape(named)}", doc.text) for each in written)
+        is_open |= not named.endswith(SUFFIXES) or "$" in named or doc.text.count(names) > 1
         behind = _folders_behind(doc, call)
         if (
             file
@@ -230,8 +241,9 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             message = f"{shorten(named)} is not there behind `cd {behind[0].name}`: accelerate raises"
             yield Match("--config_file", message, fix, line=call.line, level=ERROR)
         elif not (is_open or file):
-            message = f"{shorten(named)} is not found from here"
-            yield Match("--config_file", message, "a path that exists", line=call.line)
+            near = _near_file(doc, named)
+            message, fix = f"{shorten(named)} is not found from here", f"`{near}`" if near else "a path that exists"
+            yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]
@@ -250,6 +262,15 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     if file and root and not start:  # one of the same name, beside the file
         fix = f"`{os.path.relpath(file, root)}`"
     yield Match(key, message, fix, level=ERROR if file and root and not start else None)
+
+
+def _near_file(doc: Document, named: str) -> Path | None:
+    """Return the file of a similar name in the folder of the project that a path names."""
+    folders = (each / Path(named).parent for each in (Path.cwd(), doc.folder, *doc.folder.parents[:4]))
+    folder = next((each for each in folders if each.is_dir()), None) if "/" in named else None
+    names = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES] if folder else []
+    close = nearest(Path(named).name, names)
+    return Path(named).parent / close if close else None
 
 
 def _folders_behind(doc: Document, call: LauncherCall) -> list[Path]:

@@ -74,6 +74,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         return
     if doc.start is not None and doc.kind == TRAINER and doc.program != program != "trl":  # a script with its words
         return
+    if program == "trl" and doc.call is not None and doc.program is None and not names_program(doc.folder, "trl"):
+        return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
     strange = schema.strange(doc.data)

@@ -270,12 +270,15 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
             yield Match(f"--{name}", message, f"`--{close}`", line=line, level=ERROR, library="slurm")
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
-        for name in call.options if known and call.script else ():
-            if (call.tool, name) == ("deepspeed", "m"):
-                yield Match("-m", "deepspeed has no -m, and refuses it", "`--module`", line=call.line, level=ERROR)
+        for name in call.options if known else ():
+            if fix := {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}.get(
+                (call.tool, name)
+            ):
+                message = f"{call.tool} has no -{name}, and refuses it"
+                yield Match(f"-{name}", message, fix, line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
             is_known = name in known if call.tool == "accelerate" else any(each.startswith(name) for each in known)
-            if is_name and not is_known:
+            if is_name and not is_known and call.script:
                 option = f"--{name.rstrip('-').replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
