@@ -417,6 +417,10 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`false`"),
         ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
         ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
+        ("deepspeed-file-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
+        ("unknown-trl-setting", {"a.sh": "accelerate launch x.py --config b.yaml\n", "x.py": "@dataclass\nclass Own:\n"
+                                 "    size: int = 3\np = TrlParser((Own, SFTConfig))\na = p.parse_args_and_config()\n",
+                                 "b.yaml": f"{TRL}max_length: 9\nsize: 4\nsizes: 4\n"}, "remove it"),
         ("unknown-word", {"a.json": zero(optimizer={"type": "FusedAdam", "params": {"lr": 1}})}, "`AdamW`"),
         ("deepspeed-file-missing", {"a.sh": f"{RUN} --config_file src/zero2.yml x.py\n", "src/zero2.yaml": DEEPSPEED},
          "`src/zero2.yaml`"),

@@ -68,6 +68,9 @@ class Mine:
 parser = HfArgumentParser((Mine,))
 mine = parser.parse_args_into_dataclasses()[0]
 """
+OF_TRL = OWN_DATACLASS.replace("HfArgumentParser((Mine,))", "TrlParser((Mine, GRPOConfig, ModelConfig))").replace(
+    "_into_dataclasses()[0]", "_and_config()"
+)
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
 
 
@@ -443,6 +446,7 @@ CASES = [
           ("torchrun train.py --rate 1", "torchrun train.py --no-packs --model a --lr-x", OWN_DATACLASS),
           ("torchrun train.py --rate 1", "torchrun train.py --model a", OR_A_FILE),
           ("deepspeed train.py", "torchrun train.py --model=$M", OWN_DATACLASS),
+          ("torchrun train.py --rate 1", "torchrun train.py --model a --num_generations 8 --config a.yaml", OF_TRL),
           ("torchrun train.py --max_neg 1", "deepspeed train.py --output_dir out --model a",
            OWN_DATACLASS.replace("class Mine:", "class Mine(TrainingArguments):")),
       )),

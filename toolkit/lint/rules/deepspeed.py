@@ -30,6 +30,7 @@ from toolkit.lint.named_files import (
     names_program,
     project_root,
     project_source,
+    scripts_named,
     source_of,
 )
 from toolkit.lint.rules.settings import (
@@ -244,6 +245,11 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             near = _near_file(doc, named)
             message, fix = f"{shorten(named)} is not found from here", f"`{near}`" if near else "a path that exists"
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
+        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
+        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
+        is_lost = is_plain and project_root(doc.folder) and not scripts_named(script, doc.path)
+        if near := _near_file(doc, script) if is_lost else None:
+            yield Match("script", f"{script} is not in the project", f"`{near}`", line=call.line, level=WARNING)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]
@@ -265,11 +271,13 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
 
 
 def _near_file(doc: Document, named: str) -> Path | None:
-    """Return the file of a similar name in the folder of the project that a path names."""
-    folders = (each / Path(named).parent for each in (Path.cwd(), doc.folder, *doc.folder.parents[:4]))
-    folder = next((each for each in folders if each.is_dir()), None) if "/" in named else None
-    names = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES] if folder else []
-    close = nearest(Path(named).name, names)
+    """Return the file of a similar name, and kind, in the folder that a path names, or beside a script."""
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
+    suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
+    folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
+    close = nearest(
+        Path(named).name, [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
+    )
     return Path(named).parent / close if close else None
 
 

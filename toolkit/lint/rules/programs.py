@@ -10,8 +10,9 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import names_program, project_root, source_of
+from toolkit.lint.named_files import names_program, project_root, scripts_named, source_of
 from toolkit.lint.rules.settings import is_grpo, is_template, shorten
+from toolkit.lint.script_options import is_refused
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
@@ -94,6 +95,16 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "trl":  # the first is another rule's
             of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
             of_script = not is_command and _is_of_a_script(schema, key)
+            if (
+                of_script
+                and key not in TRAINING_ARGUMENTS_REMOVED
+                and doc.start
+                and not doc.call
+                and _refuses(doc, key)
+            ):
+                level = WARNING if doc.pinned_below("trl", KEPT_REST) else None
+                message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser refuses the file"
+                yield Match(key, message, "remove it", level=level)
             if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
                 continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
@@ -144,6 +155,13 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
     others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
     for key in [key for key in doc.data if key in others]:
         yield Match(key, f"`trl {command}` of {schema.named} has no `{key}`", "remove it", level=WARNING)
+
+
+def _refuses(doc: Document, key: str) -> bool:
+    """Return True for a setting of a file that a command names, where the parser of the command's script lacks it."""
+    start, path = doc.start, (doc.command or doc).path
+    scripts = scripts_named(start.script or "", path) if start and start.tool not in PROGRAMS else []
+    return bool(scripts) and all("TrlParser(" in each[0] and is_refused(key, *each) for each in scripts)
 
 
 def glued_number(doc: Document, name: str) -> str | None:
