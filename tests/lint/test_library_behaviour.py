@@ -297,7 +297,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
     own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option", "count-of-slurm"}
-    own_tests |= {"unknown-script-option"}
+    own_tests |= {"unknown-script-option", "folder-of-copy"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {
         *("refused-value", "shell-slip", "text-for-number"),
@@ -691,7 +691,14 @@ def test_a_rank_of_a_node_above_their_number_is_that_of_no_node(options: str) ->
 
 @nightly
 def test_words_of_accelerate_are_those_of_its_enums() -> None:
-    from accelerate.utils import ComputeEnvironment, DistributedType, DynamoBackend, PrecisionType, constants
+    from accelerate.utils import (
+        ComputeEnvironment,
+        DistributedType,
+        DynamoBackend,
+        PrecisionType,
+        constants,
+        str_to_bool,
+    )
 
     words = {key: table["words"] for key, table in launcher_tables()["words"]["accelerate"].items()}
     assert words["compute_environment"] == [each.value for each in ComputeEnvironment]
@@ -701,6 +708,11 @@ def test_words_of_accelerate_are_those_of_its_enums() -> None:
     assert set(constants.TORCH_DYNAMO_MODES) <= set(words["dynamo_config.dynamo_mode"])
     for name in ("auto_wrap_policy", "sharding_strategy", "state_dict_type", "backward_prefetch"):
         assert set(getattr(constants, f"FSDP_{name.upper()}")) <= set(words[f"fsdp_config.{name}"])
+    switch, reshard = launcher_tables()["words"]["trainer"], words["fsdp_config.reshard_after_forward"]
+    assert {*map(str_to_bool, switch["fsdp_config.reshard_after_forward"]["words"])} == {0, 1}
+    assert {*constants.FSDP_SHARDING_STRATEGY, *"12345"} <= {*reshard}
+    with pytest.raises(ValueError, match="invalid truth value"):
+        str_to_bool("treu")
 
 
 @nightly
@@ -814,6 +826,12 @@ def torchrun_config(*options: str) -> Any:
         (f'{SRUN} srun bash -c "echo $SLURM_PROCID"', b"0 0"),
         (f"{SRUN} srun bash -c 'echo $SLURM_PROCID'", b"0 1"),
         ("head=$(scontrol-that-is-missing 2>/dev/null || echo localhost); echo $head", b"localhost"),
+        # a copy of a job in another folder, as slurmd runs it
+        (
+            "cd `mktemp -d`; mkdir a b; echo A=1 > a/e.sh; echo '. `dirname $0`/e.sh' > a/j; cp a/j b; "
+            "bash a/j; echo $?; bash b/j 2>&1 | grep -o 'No such file'",
+            b"0 No such file",
+        ),
     ],
 )
 def test_every_node_is_rank_0_where_the_first_one_expands_and_a_missing_head_is_localhost(

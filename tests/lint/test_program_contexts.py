@@ -107,6 +107,13 @@ def test_a_setting_is_unknown_from_the_version_that_dropped_it(file: str, old: s
     assert levels == [["note"], ["error"]]
 
 
+def test_versions_of_trl_that_drop_a_setting_without_a_word_do_not_refuse_the_file(tmp_path: Path) -> None:
+    text = f"{TRL}num_generations: 2\nvllm_device: auto\n"
+    for pin, said in (("0.18.0", ("warning", "drops it")), ("0.19.0", ("error", "refuses the file"))):
+        (finding,) = unknown_settings(tmp_path, {"a.yaml": text, "requirements.txt": f"trl=={pin}\n"})
+        assert (finding.level, said[1] in finding.message) == (said[0], True)
+
+
 def test_code_that_names_a_program_without_its_version_gets_a_fix_that_does(tmp_path: Path) -> None:
     files = {"a.yaml": OLD_SWIFT, "score.py": "import re\n", "README.md": "pip install ms-swift\n"}
     findings = unknown_settings(tmp_path, files)

@@ -40,6 +40,7 @@ def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
     """Lint the first of a project's files, and return the findings of a rule."""
     (folder / ".git").mkdir(exist_ok=True, parents=True)
     for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
     return [each for each in lint_paths([folder / next(iter(files))]).findings if each.rule == rule]
 
@@ -214,6 +215,20 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
                                 "StateDictType.FULL_STATE_DICT\n): trainer.save_model()\n"}),
         ("sharded-final-save", {"a.sh": f"{SHARDED_RUN}", "x.py": f"from ends import finish\n{HF}", "a.yaml": SHARDED,
                                 "ends.py": "plugin.state_dict_type = StateDictType.FULL_STATE_DICT\n"}),
+        ("flag-with-value", {"a.sh": 'L="accelerate launch \\\r\n --tee 3 \\\r\n"\r\nbash -c "$L x.py"\r\n'}),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml x.py\n",
+                                      "a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 4\n"}),
+        ("refused-by-llama-factory", {"b/a.yaml": f"{FACTORY}finetuning_type: lora\nstage: sft\ndo_train: true\n"
+                                      "dataset: mine\n", "b/data/dataset_info.json": '{"mine": {}}',
+                                      "data/dataset_info.json": '{"other": {}}'}),
+        ("unknown-trl-setting", {"a.sh": "torchrun x.py --model_name_or_path m --dataset d --max_length 5 --do_train "
+                                 "--output_dir o\n"}),
+        ("checkpointing-block-unread", {"a.yaml": f"{TRAINER}gradient_checkpointing: true\ndeepspeed: a.json\n",
+                                        "a.json": zero(activation_checkpointing={"cpu_checkpointing": True})}),
+        ("deepspeed-file-missing", {"a.sh": "cd src\ntorchrun x.py --deepspeed ds.json --bf16 --output_dir o\n",
+                                    "src/ds.json": zero()}),
+        ("deepspeed-file-missing", {"a.sh": 'C=/tmp/c.yaml\ncat > "$C" << EOF\nnum_machines: 1\nEOF\n'
+                                    'accelerate launch --config_file "$C" x.py\n'}),
     ],
 )  # fmt: skip
 def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[str, str], tmp_path: Path) -> None:
@@ -249,6 +264,14 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
                       "x.py": f"class A(TrainingArguments):\n    max_grad_norm: float = 0.1\n{HF}"}, "max_grad_norm"),
         ("deepspeed-file-missing", {"a.sh": f"{RUN} x.py --bf16 --output_dir o --fsdp_config no/f.json\n",
                                     "f.json": '{"fsdp_offload_params": true, "min_num_params": 0}'}, "but at "),
+        ("shell-slip", {"a.sbatch": '#!/bin/bash\n#SBATCH --nodes=1\necho "on $SLURM_NODENAME"\ntorchrun x.py\n'},
+         "it is empty"),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}report_to: none\n"}, "has no `report_to`"),
+        ("max-steps-and-epochs", {"a.yaml": f"{TRAINER}num_train_epochs: 3\nmax_steps: 9  # overrides the epochs\n"},
+         "max_steps wins"),
+        ("removed-training-argument", {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n",
+                                       "requirements.txt": "transformers=4.50.3=py_0\n"}, "transformers ==4.50.3"),
+        ("unknown-variable", {"a.sh": "export NCCL_TIMEOUT=1800\ntorchrun x.py\n", "x.py": "Trainer\n"}, "no library"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
@@ -299,6 +322,18 @@ def test_a_parser_that_keeps_the_rest_drops_what_is_gone(script: str, words: str
     }
     (finding,) = found(tmp_path, "removed-training-argument", files)
     assert (finding.level, words in finding.message) == (level, True)
+
+
+def test_auto_is_an_error_where_a_script_names_the_json_of_a_loop_and_files_behind_a_cd_are_read(
+    tmp_path: Path,
+) -> None:
+    files = {"ds.json": zero(), "x.py": OWN_LOOP, "setup.py": ""}
+    assert [each.level for each in found(tmp_path, "auto-is-kept", files)] == ["warning"]
+    command = "torchrun x.py --deepspeed ds.json\n"
+    assert [each.level for each in found(tmp_path, "auto-is-kept", {**files, "run.sh": command})] == ["error"]
+    command = f"cd src\n{command[:-1]} --gradient_accumulation_steps 4 --output_dir o --bf16\n"
+    inner = {"src/ds.json": zero(gradient_accumulation_steps=8)}
+    assert [each.key for each in found(tmp_path / "b", "differs-from-json", {"a.sh": command, **inner})] != []
 
 
 def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_path: Path) -> None:
@@ -371,6 +406,36 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "accelerate launch"),
         ("flag-with-value", {"a.sh": "accelerate launch --num_processes 2 python src/train.py --bf16\n"},
          "remove `python`"),
+        ("unknown-word", {"a.yaml": f"{TEXT}model_name_or_path: Qwen/Qwen3-8B\ncutoff_len: 8\ntemplate: sharegpt\n"},
+         "`qwen3`"),
+        ("unknown-word", {"a.yaml": f"{TEXT}model_name_or_path: mine\ncutoff_len: 8\ntemplate: sharegpt\n"},
+         "remove it: the tokenizer's own"),
+        ("unknown-word", {"a.sh": "torchrun x.py --optim adamm --bf16 --output_dir o\n"}, "`adamw_torch`"),
+        ("unknown-word", {"a.json": zero(scheduler={"type": "CosineWarmup", "params": {"warmup_min_lr": 0}})},
+         "`WarmupCosineLR`, with total_num_steps"),
+        ("unknown-word", {"a.yaml": f"{TRAINER}fsdp: true\nfsdp_config: {{reshard_after_forward: shard_grad_op}}\n"},
+         "`false`"),
+        ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
+        ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
+        ("deepspeed-file-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
+        ("unknown-trl-setting", {"a.sh": "accelerate launch x.py --config b.yaml\n", "x.py": "@dataclass\nclass Own:\n"
+                                 "    size: int = 3\np = TrlParser((Own, SFTConfig))\na = p.parse_args_and_config()\n",
+                                 "b.yaml": f"{TRL}max_length: 9\nsize: 4\nsizes: 4\n"}, "remove it"),
+        ("unknown-word", {"a.json": zero(optimizer={"type": "FusedAdam", "params": {"lr": 1}})}, "`AdamW`"),
+        ("deepspeed-file-missing", {"a.sh": f"{RUN} --config_file src/zero2.yml x.py\n", "src/zero2.yaml": DEEPSPEED},
+         "`src/zero2.yaml`"),
+        ("refused-by-llama-factory", {"a.sh": "llamafactory-cli export b.yaml\n", "b.yaml": f"{TEXT}cutoff_len: 8\n"
+                                      "model_name_or_path: a\nfinetuning_type: lora\n"}, "`export_dir`"),
+        ("unknown-swift-setting", {"a.sh": "swift sft --model m --sft_type full\n", "g.py": "import swift.llm\n"},
+         "`train_type`"),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}adapter: lora\nbnb_4bit_compute_dtype: bfloat16\n"},
+         "remove it"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH --ntasks-per-node=8\nsrun bash -c 'if true; then all_reduce_perf; "
+                              "else torchrun x.py; fi'\n"}, "`srun --ntasks-per-node=1` for torchrun alone"),
+        ("deepspeed-file-missing", {"a.sh": "cd src\naccelerate launch --config_file b.yaml x.py\n", "src/x.py": "",
+                                    "b.yaml": FSDP2}, "`../b.yaml`"),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "configs/ds.json"), "ds.json": zero()},
+         "`ds.json`"),
     ],
 )  # fmt: skip
 def test_a_fix_names_what_may_be_meant_and_leads_to_no_other_error(

@@ -68,6 +68,9 @@ class Mine:
 parser = HfArgumentParser((Mine,))
 mine = parser.parse_args_into_dataclasses()[0]
 """
+OF_TRL = OWN_DATACLASS.replace("HfArgumentParser((Mine,))", "TrlParser((Mine, GRPOConfig, ModelConfig))").replace(
+    "_into_dataclasses()[0]", "_and_config()"
+)
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
 
 
@@ -108,6 +111,10 @@ CASES = [
     Case("degrees-differ-from-processes", f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 8\n",
          f"{MESH}  parallelism_config_cp_size: 2\nnum_processes: 4\n", 5),
     Case("wrong-type", "distributed_type: FSDP\nnum_processes: -2\n", "distributed_type: FSDP\nnum_processes: -1\n", 2),
+    *(Case("unknown-word", f"{bad}: treu\n", f"{bad}: 'True'\n", bad.count("\n") + 1)
+      for start in ("fsdp: true\nmax_steps: 1\nfsdp_config:\n",) for bad in (
+          f"{FSDP}  fsdp_reshard_after_forward", f"{start}  reshard_after_forward",
+          f"{start}  version: 1\n  use_orig_params")),
     Case("wrong-type", f"{DEEPSPEED}  zero_stage: two\n", f'{DEEPSPEED}  zero_stage: "2"\n', 3),
     Case("wrong-type", "distributed_type: MULTI_GPU\ngpu_ids: [0, 1]\n",
          'distributed_type: MULTI_GPU\ngpu_ids: "0,1"\n', 2),
@@ -350,6 +357,11 @@ CASES = [
     Case("overlap-below-stage-3", zero(2, overlap_comm=True), zero(3, overlap_comm=True), 1, "ds.json"),
     *(Case("optimizer-of-json", f'{{"zero_optimization": {{}}, "optimizer": {{"type": "AdamW", "params": {{{lr}}}}}}}',
            zero(1), 1, "ds.json") for lr in ('"lr": 0.1', '"lr": "auto"')),
+    Case("optimizer-of-json", '{"zero_optimization": {},\n"scheduler": {"type": "WarmupLR", "params": {}}}', zero(1), 2,
+         "ds.json"),
+    Case("more-processes-than-gpus", "CUDA_VISIBLE_DEVICES=5,7 accelerate launch --config_file ds.json x.py\n",
+         "CUDA_VISIBLE_DEVICES=4,5,6,7 accelerate launch --config_file ds.json x.py\n", 1, "run.sh",
+         deepspeed_json='{"distributed_type": "FSDP", "num_processes": 4}'),
     Case("offload-without-cpu-adam",
          '{"zero_force_ds_cpu_optimizer": false, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
          '{"zero_force_ds_cpu_optimizer": false, "zero_optimization": {"stage": 2}}', 1, "ds.json"),
@@ -434,6 +446,7 @@ CASES = [
           ("torchrun train.py --rate 1", "torchrun train.py --no-packs --model a --lr-x", OWN_DATACLASS),
           ("torchrun train.py --rate 1", "torchrun train.py --model a", OR_A_FILE),
           ("deepspeed train.py", "torchrun train.py --model=$M", OWN_DATACLASS),
+          ("torchrun train.py --rate 1", "torchrun train.py --model a --num_generations 8 --config a.yaml", OF_TRL),
           ("torchrun train.py --max_neg 1", "deepspeed train.py --output_dir out --model a",
            OWN_DATACLASS.replace("class Mine:", "class Mine(TrainingArguments):")),
       )),

@@ -9,7 +9,7 @@ import pytest
 from toolkit.convert.job_script import read_script
 from toolkit.errors import ToolkitError
 from toolkit.lint.check import fixed_text, lint_paths
-from toolkit.lint.document import detect_kind
+from toolkit.lint.document import detect_kind, read_text
 from toolkit.lint.findings import Finding
 from toolkit.lint.named_files import forget_projects, pinned_below
 
@@ -1621,3 +1621,8 @@ def test_hydra_reads_an_exponent_and_a_blank_behind_a_backslash_loses_what_was_a
     assert "learning_rate" not in levels(lint(tmp_path, a__yaml=text))
     found = lint(tmp_path, a__sh="HF_HOME=x \\ \nNPROC_PER_NODE=8 \\\nswift sft --model a/b --max_length 8\n")
     assert any("its variables do not reach" in each.message for each in found if each.rule == "lost-line")
+
+
+def test_what_a_script_wrote_about_a_model_is_no_file_of_axolotl() -> None:
+    answers = '{"base_model": "a/b", "adapter": "out/last", %s: [{}]}'
+    assert [read_text(answers % key, "a.json").kind for key in ('"questions"', '"datasets"')] == [None, "axolotl"]

@@ -356,6 +356,16 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
     ("node-rank-unset", "export NNODES=2 RANK=1\nllamafactory-cli train x.yaml\n",
      "export NNODES=2 NODE_RANK=1\nllamafactory-cli train x.yaml\n", 1, "run.sh"),
     ("node-rank-unset", "NNODES=2 swift sft --model a\n", "NNODES=1 swift sft --model a\n", 1, "run.sh"),
+    ("one-process-for-gpus", "swift sft --model a --sequence_parallel_size 4\n",
+     "NPROC_PER_NODE=4 swift sft --model a --sequence_parallel_size 4\n", 1, "run.sh"),
+    ("refused-by-swift", "NPROC_PER_NODE=6 swift sft --model a --sequence_parallel_size 4\n",
+     "NNODES=2 NPROC_PER_NODE=2 swift sft --model a --sequence_parallel_size 4\n", 1, "run.sh"),
+    ("refused-by-swift", "swift rlhf --rlhf_type grpo --model a --kl_coef 0.1\n",
+     "swift rlhf --rlhf_type ppo --model a --kl_coef 0.1\n", 1, "run.sh"),
+    ("unknown-launcher-option", "torchrun -c 'import torch'\n", "torchrun --no-python python -c 'import torch'\n", 1,
+     "run.sh"),
+    ("refused-by-swift", "NPROC_PER_NODE=2 swift rlhf --rlhf_type kto --model a --sequence_parallel_size 2\n",
+     "NPROC_PER_NODE=2 swift rlhf --rlhf_type dpo --model a --sequence_parallel_size 2\n", 1, "run.sh"),
     ("one-process-for-gpus", "CUDA_VISIBLE_DEVICES=0,1 swift sft --model a --deepspeed zero2\n",
      "CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 swift sft --model a --deepspeed zero2\n", 1, "run.sh"),
     ("two-engines", "accelerate launch --multi_gpu --use_deepspeed x.py\n", "accelerate launch --multi_gpu x.py\n", 1,
@@ -440,6 +450,11 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "#SBATCH --gres=gpu:4\ntorchrun --nproc_per_node=${SLURM_GPUS_PER_NODE:-4} train.py\n", 3, JOB),
     ("folder-made-too-late", "#SBATCH --output=new/%j.out\nmkdir -p new\ntorchrun train.py\n",
      "#SBATCH --output=%j.out\nmkdir -p new\ntorchrun train.py\n", 1, JOB),
+    ("folder-of-copy", '#SBATCH --nodes=1\nHERE="$(cd -- "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nROOT="$HERE/.."\n'
+     'source "$ROOT/env.sh"\ntorchrun train.py\n', '#SBATCH --nodes=1\nHERE=${SLURM_SUBMIT_DIR:-$(dirname "$0")}\n'
+     'source "$HERE/env.sh"\ntorchrun train.py\n', 2, JOB),
+    ("folder-of-copy", '#SBATCH --nodes=1\ncd "$(dirname "$(realpath "$0")")"\ntorchrun train.py\n',
+     '#SBATCH --nodes=1\necho "of $(dirname "$0")"\ntorchrun train.py\n', 2, JOB),
     ("folder-made-too-late", "#SBATCH -o new/%j.out\nmkdir -p new; torchrun train.py\n",
      "#SBATCH -o new/%j.out\nmkdir -p new/other\ntorchrun train.py\n", 1, JOB),
     # what one of the file's own lines shows to be a slip
@@ -480,8 +495,8 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "run.sh"),
     ("unknown-variable", "export CUDA_VISIBLE_DEVICE=0\ntorchrun x.py\n",
      "export CUDA_VISIBLE_DEVICE=0\nexport CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICE\ntorchrun x.py\n", 1, "run.sh"),
-    ("unknown-variable", "export NCCL_TIMEOUT=9\ntorchrun x.py\n", "export NCCL_IB_TIMEOUT=9\ntorchrun x.py\n", 1,
-     "run.sh"),
+    *(("unknown-variable", f"export {name}=9\ntorchrun x.py\n", "export NCCL_IB_TIMEOUT=9\ntorchrun x.py\n", 1,
+       "run.sh") for name in ("NCCL_TIMEOUT", "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT")),
     ("refused-value", "#SBATCH --gres=gpus:8\ntorchrun x.py\n", "#SBATCH --gres=gpu:8\ntorchrun x.py\n", 1, JOB),
     # GPUs and nodes of a job, of a container and of a task
     *(("more-processes-than-granted", JOB_OF.format(bad), JOB_OF.format(good), 4, JOB)

@@ -83,6 +83,10 @@ PROGRAM_CASES = [
     *(("wrong-type", f"{AXOLOTL}{bad}\n", f"{AXOLOTL}{good}\n", 4, None) for bad, good in AXOLOTL_TYPES),
     *(("refused-dataset", f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {bad}}}\n",
        f"{AXOLOTL}datasets:\n  - {{path: a, type: chat_template, {good}}}\n", 4, None) for bad, good in ENTRIES),
+    *(("refused-dataset", f"{AXOLOTL}rl: {loss}\ndatasets: [{{path: a, type: {bad}}}]\n",
+       f"{AXOLOTL}rl: {loss}\ndatasets: [{{path: a, type: {good}}}]\n", 5, None) for loss, bad, good in (
+           ("dpo", "chatml.intel_prefilled", "chatml.intel"), ("ipo", "zephyr", "my.module.function"),
+           ("kto", "chatml.icr", "llama3.ultra"), ("orpo", "chat_template", "chat_template.argilla"))),
     ("refused-dataset", f"{AXOLOTL}datasets: [{{path: a, type: alpaca_chats}}]\n",
      f"{AXOLOTL}datasets: [{{path: a, type: alpaca:chat}}]\n", 4, None),
     ("refused-by-axolotl", f"{AXOLOTL}load_in_8bit: true\n", f"{AXOLOTL}load_in_8bit: true\nadapter: lora\n", 4, None),

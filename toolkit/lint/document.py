@@ -474,6 +474,8 @@ def read_text(text: str, path: str, *, is_json: bool = False, is_section: bool =
         data = {"fsdp": True, "fsdp_config": data}
         found = [replace(position, key=f"fsdp_config.{position.key}") for position in found]
     kind = TRAINER if is_section else detect_kind(data)
+    if kind == AXOLOTL and is_json and not data.keys() & AXOLOTL_ROWS:
+        kind = None  # what a script has written about a model
     positions = {position.key: position for position in found if not position.dotted}
     firsts = {position.key: position for position in reversed(found)}
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.convert.job_script import SCRIPT_SUFFIXES
 from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
@@ -60,9 +61,18 @@ def find_named(named: str, path: str) -> Path | None:
         return None
     folder = Path(path).parent
     around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
-    candidates = [Path(named), *(each / named for each in around), folder / Path(named).name]
+    changed = [each / inner / named for inner in _changed_folder(path) for each in (Path(), *around)]
+    candidates = [*changed, Path(named), *(each / named for each in around), folder / Path(named).name]
     file = next(filter(is_file, candidates), None)
     return None if file is None else Path(os.path.normpath(file))  # one name for a file that several name
+
+
+@functools.lru_cache(maxsize=64)
+def _changed_folder(path: str) -> list[str]:
+    """Return the folder below the one where it starts that a script changes to, where it names one alone."""
+    text = texts_of([Path(path)]) if path.endswith(SCRIPT_SUFFIXES) else ""
+    named = {*re.findall(r"^[ \t]*(?:cd|pushd)[ \t]+[\"']?([^\s\"';&|]+)", text, re.MULTILINE)}
+    return [*named] if len(named) == 1 and re.fullmatch(r"\w[\w./-]*|\./[\w./-]+", *named) else []
 
 
 # -- Python files
@@ -208,7 +218,9 @@ def pinned_below(folder: Path, library: str, version: str, script: str = "") -> 
                 is_commit = re.fullmatch("[0-9a-f]{7,40}", asked)
                 for sign, number in [("==", "0")] if is_commit else _BOUND.findall(asked.replace(" ", "")):
                     if _three(number) < limit or (sign == "<" and _three(number) == limit):
-                        return f"{named} {asked.strip(' ,.')}"
+                        told = asked.strip(" ,.")
+                        is_condas = re.fullmatch(r"=\d[\d.]*=?", told)  # `=4.50.3=py_0`
+                        return f"{named} {'=' + told.rstrip('=') if is_condas else told}"
                     is_exact |= sign == "=="
             if is_exact:
                 break

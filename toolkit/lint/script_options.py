@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
+from toolkit.convert.programs import program_schema
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 
@@ -17,6 +18,8 @@ OF_DEEPSPEED = {"deepspeed", "deepspeed_config", "deepscale", "deepscale_config"
 OF_SEQ2SEQ = ("sortish_sampler", "predict_with_generate", "generation_max_length", "generation_num_beams")
 GROUPS = ("add_argument_group", "add_mutually_exclusive_group")
 OF_PARSER = ("add_argument", "parse_args", "set_defaults", "print_help", "print_usage", "format_help", "error", *GROUPS)
+PARSES = ("parse_args", "parse_args_into_dataclasses", "parse_args_and_config")
+OF_TRL = "(?:SFT|DPO|KTO|GRPO|RLOO|Reward|Model)Config|ScriptArguments"  # whose fields of any version count
 KEYWORDS = {"description", "formatter_class", "prog", "usage", "epilog", "add_help", "allow_abbrev"}
 # What takes other words too, or words from another place.
 OPEN = re.compile(
@@ -45,13 +48,13 @@ def options_of(source: str, modules: str) -> frozenset[str]:
     except (SyntaxError, ValueError, RecursionError):
         return frozenset()
     calls = [(each, _name(each.func)) for each in nodes if isinstance(each, ast.Call)]
-    made = [(call, name) for call, name in calls if name.endswith("ArgumentParser")]
+    made = [(call, name) for call, name in calls if name.endswith("ArgumentParser") or name == "TrlParser"]
     adds = [call for call, name in calls if name == "add_argument"]
-    parsed = [call for call, name in calls if name in ("parse_args", "parse_args_into_dataclasses")]
+    parsed = [call for call, name in calls if name in PARSES]
     if len(made) != 1 or not parsed or any(call.args for call in parsed):
         return frozenset()
     [(parser, kind)] = made
-    if kind == "HfArgumentParser" and parser.args and not adds:
+    if kind in ("HfArgumentParser", "TrlParser") and parser.args and not adds:
         asked = parser.args[0].elts if isinstance(parser.args[0], ast.Tuple) else parser.args[:1]
         classes: dict[str, list[ast.ClassDef]] = {}
         for each in nodes + others:
@@ -95,8 +98,10 @@ def _of_argparse(made: ast.Call, adds: Sequence[ast.Call], nodes: Sequence[ast.A
 def _fields(name: str, classes: Mapping[str, Sequence[ast.ClassDef]]) -> set[str]:
     """Return the fields of a dataclass and of those that it is made from; none where one of these is not known."""
     if name not in classes:
-        is_trainers = name in ("TrainingArguments", "Seq2SeqTrainingArguments")
-        return {*trainer_argument_names(), *TRAINING_ARGUMENTS_REMOVED, *OF_SEQ2SEQ} if is_trainers else set()
+        is_trls = re.fullmatch(OF_TRL, name)
+        is_known = is_trls or name in ("TrainingArguments", "Seq2SeqTrainingArguments")
+        of_trl = {"config", *program_schema("trl").fields, *program_schema("trl").former} if is_trls else OF_SEQ2SEQ
+        return {*trainer_argument_names(), *TRAINING_ARGUMENTS_REMOVED, *of_trl} if is_known else set()
     others = {key: value for key, value in classes.items() if key != name}
     bases = [_fields(_name(base), others) for each in classes[name] for base in each.bases if _name(base) != "object"]
     lines = [line for each in classes[name] for line in each.body if isinstance(line, ast.AnnAssign)]

@@ -62,8 +62,9 @@ def unquoted_no(doc: Document) -> Iterator[Match]:
 @rule(WARNING, ACCELERATE, library="accelerate", fix="the block's own distributed_type")
 def block_not_in_force(doc: Document) -> Iterator[Match]:
     """The block of another engine has no effect: `distributed_type` alone selects the engine."""
-    found = engine_of(doc)
-    for block, kind in {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.items():
+    found, blocks = engine_of(doc), {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+    is_both = all(map(doc.block, blocks)) and found not in blocks.values()  # of which each block is for another run
+    for block, kind in blocks.items():
         read_by_accelerate = set(doc.block(block)) - {PARALLEL_KEY, "gradient_accumulation_steps", "gradient_clipping"}
         if read_by_accelerate and found != kind and (found in ENGINES or doc.call is not None):
             has_own = bool(doc.block(f"{found.lower()}_config"))  # the engine's own block says that it is meant
@@ -73,7 +74,7 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"
             may_say = doc.call is not None and "config-file" not in doc.call.options and not found
             message += ", unless the default file of `accelerate config` selects it" if may_say else ""
-            level, line = NOTE if may_say else None, doc.call.line if doc.call else None
+            level, line = NOTE if may_say or is_both else None, doc.call.line if doc.call else None
             yield Match(block, message, fix, line=line, level=level)
 
 
@@ -134,7 +135,7 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
         key = fsdp_key(doc, "reshard_after_forward")
         can_rename = strategy is None and isinstance(reshard, str)
         message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"
-        fix = f"`fsdp_sharding_strategy: {shorten(intended)}`"
+        fix = f"`fsdp_sharding_strategy: {intended}`" if intended in FSDP1_STRATEGIES else "remove it"
         fix += "" if as_bool(reshard) is None else ", or `fsdp_version: 2`, which has the boolean"
         yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
 

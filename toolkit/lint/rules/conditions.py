@@ -18,6 +18,9 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+WINS = re.compile(
+    r"max_steps\b[^\n]*\n?[^\n]*#[^\n]*(?:overrid|epochs?\b|-1\b)", re.IGNORECASE
+)  # a comment of the author
 DEGREES = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
 OF_SETTINGS = (
     *("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed", "is_preset"),
@@ -60,13 +63,18 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "recomputes": lambda doc: any(
         as_bool(value) or (as_int(value) or 0) > 0 for value in doc.block("activation_checkpointing").values()
     ),
-    "recomputes_itself": lambda doc: "gradient_checkpointing" in doc.reader_source,
+    "recomputes_itself": lambda doc: (
+        "gradient_checkpointing" in doc.reader_source
+        or (doc.named_by is not None and bool(as_bool(doc.named_by.get("gradient_checkpointing"))))
+    ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
     "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
     "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
+    "says_what_wins": lambda doc: bool(WINS.search((doc.command or doc).text)),
+    "is_factory": lambda doc: doc.program == "llama-factory",
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
     "zero_stage": settings.stage_of,
 }

@@ -1,11 +1,12 @@
 """Rules about a DeepSpeed JSON, and about the YAML that names it: what conflicts, is ignored, or fails later."""
 
 import contextlib
+import os.path
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import launcher_tables
+from toolkit.convert.job_script import LauncherCall, launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
@@ -22,7 +23,16 @@ from toolkit.lint.document import (
     load_document,
 )
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import declares, find_named, imported_source, project_source, source_of
+from toolkit.lint.named_files import (
+    declares,
+    find_named,
+    imported_source,
+    names_program,
+    project_root,
+    project_source,
+    scripts_named,
+    source_of,
+)
 from toolkit.lint.rules.settings import (
     as_bool,
     as_float,
@@ -59,9 +69,15 @@ def not_auto(doc: Document) -> Iterator[Match]:
         value = doc.get(key, "auto")
         is_off = key.endswith(".enabled") and as_bool(value) is False
         if value not in ("auto", None) and not is_off and not _is_said_by_reader(doc, key, value):
-            message = f"{shorten(value)} must equal {field}, or the Trainer raises"
+            message, fix = f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`'
             level = None if _differs_for_reader(doc, key, value) or (key == STEPS and as_int(value) == 0) else NOTE
-            yield Match(key, message, '`"auto"`', level=level)
+            if key.endswith(".enabled") and isinstance(value, str):
+                message, fix = (
+                    f"{shorten(value)} is text, which equals no switch: the Trainer raises",
+                    f"{fix}, or no quotes",
+                )
+                level = ERROR if trainer_of(doc) else level_for_trainer(doc)
+            yield Match(key, message, fix, level=level)
 
 
 def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
@@ -114,7 +130,8 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
     source = project_source(doc.folder) if is_without_trainer(doc) else ""
     for key in BATCH_KEYS if "deepspeed.initialize(" in source and "Accelerator(" not in source else ():
         if doc.get(key) == "auto" and not names_word(doc, key):
-            yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=WARNING)
+            level = None if names_program(doc.folder, Path(doc.path).name) else WARNING
+            yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="deepspeed", fix='"auto" for all three')
@@ -190,10 +207,15 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             level = None if here and not is_same else NOTE
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
+    reader = trainer_of(doc)
+    level = ERROR if reader and reader.has("learning_rate") else None if reader else level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
-        level = None if trainer_of(doc) else level_for_trainer(doc)
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
+    if doc.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and not doc.has("scheduler.params.warmup_max_lr"):
+        message = "it has no warmup_max_lr: the rate rises to DeepSpeed's 0.001, and not to the Trainer's learning_rate"
+        fix = '`"warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": "auto"`'
+        yield Match("scheduler.params", message, fix, level=level)
 
 
 # -- a YAML and its JSON: the file exists, and the two do not repeat or contradict each other
@@ -206,10 +228,28 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     """
     for call in doc.script.launches:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
-        names = Path(named).name  # which the script may write, or copy, itself
-        if named.endswith(SUFFIXES) and not ("$" in named or find_named(named, doc.path) or doc.text.count(names) > 1):
-            message = f"{shorten(named)} is not found from here"
-            yield Match("--config_file", message, "a path that exists", line=call.line)
+        names, file = Path(named).name, find_named(named, doc.path)  # which the script may write, or copy, itself
+        written = re.findall(r">[ \t]*[\"']?\$\{?(\w+)", doc.text)  # by the name of a variable
+        is_open = any(re.search(rf"\b{each}=[\"']?{re.escape(named)}", doc.text) for each in written)
+        is_open |= not named.endswith(SUFFIXES) or "$" in named or doc.text.count(names) > 1
+        behind = _folders_behind(doc, call)
+        if (
+            file
+            and behind
+            and not (is_open or Path(named).is_absolute() or any((each / named).exists() for each in behind))
+        ):
+            fix = f"`{os.path.relpath(file, behind[0])}`"
+            message = f"{shorten(named)} is not there behind `cd {behind[0].name}`: accelerate raises"
+            yield Match("--config_file", message, fix, line=call.line, level=ERROR)
+        elif not (is_open or file):
+            near = _near_file(doc, named)
+            message, fix = f"{shorten(named)} is not found from here", f"`{near}`" if near else "a path that exists"
+            yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
+        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
+        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
+        is_lost = is_plain and project_root(doc.folder) and not scripts_named(script, doc.path)
+        if near := _near_file(doc, script) if is_lost else None:
+            yield Match("script", f"{script} is not in the project", f"`{near}`", line=call.line, level=WARNING)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]
@@ -222,8 +262,34 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
         return
     file = find_named(named, doc.path)
     start = file and next((each for each in file.parents if is_file(each / named)), None)
+    root = project_root(doc.folder)
     message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
-    yield Match(key, message, "start the run where the path is right" if start else "a path that exists")
+    fix = "start the run where the path is right" if start else "a path that exists"
+    if file and root and not start:  # one of the same name, beside the file
+        fix = f"`{os.path.relpath(file, root)}`"
+    yield Match(key, message, fix, level=ERROR if file and root and not start else None)
+
+
+def _near_file(doc: Document, named: str) -> Path | None:
+    """Return the file of a similar name, and kind, in the folder that a path names, or beside a script."""
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
+    suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
+    folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
+    close = nearest(
+        Path(named).name, [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
+    )
+    return Path(named).parent / close if close else None
+
+
+def _folders_behind(doc: Document, call: LauncherCall) -> list[Path]:
+    """Return the folders that a launch is in behind the script's `cd`, one for each where the script may start; none
+    without a `cd`, or where one is not known."""
+    changes = doc.script.find(r"^.*\b(?:cd|pushd|popd)\b.*")
+    lines = [found[0] for found, line in changes if line <= call.line]
+    steps = [re.match(r"cd[ \t]+[\"']?([\w.]*\w[\w./-]*)", each) for each in lines]
+    path = Path(*(each[1] for each in steps if each))
+    starts = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if steps and all(steps) else ()
+    return list(dict.fromkeys(Path(os.path.normpath(each / path)) for each in starts if (each / path).is_dir()))
 
 
 @rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)

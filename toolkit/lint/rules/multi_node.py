@@ -268,6 +268,10 @@ SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
 GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
 COUNTS = ("nproc-per-node", "num-processes", "num-gpus")
 PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
+# How a script asks for its own folder, and how one shows that it knows where SLURM runs it.
+_RESOLVED = r"(?:\$\((?:realpath|readlink[ \t]+-\w+)[ \t]+(?:--[ \t]+)?[\"']?)?"
+OWN_FOLDER = rf"dirname[ \t]+(?:--[ \t]+)?[\"']?{_RESOLVED}\$\{{?(?:0|BASH_SOURCE)\b"
+KNOWS_COPY = r"SLURM_SUBMIT_DIR|\bscontrol[ \t]+show[ \t]+job\b|\bsbatch\b"
 
 
 @rule(ERROR, SBATCH, library="slurm", fix="single quotes around srun's command, or torchrun, which needs no rank")
@@ -372,6 +376,25 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
             yield Match(key, message, fix, line=line, level=level)
 
 
+@rule(ERROR, SBATCH, library="slurm", fix="$SLURM_SUBMIT_DIR, the folder in which sbatch was started")
+def folder_of_copy(doc: Document) -> Iterator[Match]:
+    """SLURM runs a copy of the script from a spool folder, in which no other file of the project is."""
+    script = doc.script
+    own = [each for each in script.find(OWN_FOLDER) if script.expands_at(each[0].start())]
+    for found, line in own[:1] if not script.mentions(KNOWS_COPY) else ():
+        pattern, is_default = OWN_FOLDER, False
+        for _ in range(3):  # variables that are made of it, and of these
+            made = [each for each, _ in script.find(rf"^[ \t]*(?:\w+[ \t]+)?(\w+)=[^\n]*?(?:{pattern})")]
+            pattern = "|".join([OWN_FOLDER, *(rf"\$\{{?{each[1]}\b" for each in made)])
+            is_default |= any(":-" in each[0] for each in made)  # which the environment may have
+        used = rf"^[ \t]*(?:cd|pushd|source|\.)[ \t][^\n]*?(?:{pattern})"
+        used += rf"|(?:{pattern})[^\s;]*/[\w./-]+\.(?:py|sh|ya?ml|json)\b"
+        if script.mentions(used) and not script.mentions(rf"-[def][ \t]+[\"']?(?:{pattern})"):
+            message = "SLURM runs a copy of the script from its spool folder: beside it is nothing of the project"
+            fix, level = "`$SLURM_SUBMIT_DIR`, the folder in which sbatch is started", WARNING if is_default else None
+            yield Match(found[0].strip("\"'"), message, fix, line=line, level=level)
+
+
 @rule(WARNING, SBATCH, library="slurm", fix="srun before the launcher")
 def only_first_node(doc: Document) -> Iterator[Match]:
     """SLURM runs the batch script on the first node only; nothing starts on the others."""
@@ -407,7 +430,9 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     is_per_gpu = name == "ntasks-per-gpu" and re.search(r"\bgpus?\b\S*[=:]([2-9]|\d\d)\b", script.text)
     if is_per_gpu or (count.isdigit() and int(count) > 1):
         message = f"srun starts {call.tool} {'once per GPU' if is_per_gpu else f'{count} times on each node'}"
-        yield Match(f"--{name}", message, "`#SBATCH --ntasks-per-node=1`", line=line)
+        has_others = re.search(r"\bsrun\b.*\b(?:if|else|for|while|case)\b", call.before, re.DOTALL)
+        fix = f"`srun --ntasks-per-node=1` for {call.tool} alone" if has_others else "`#SBATCH --ntasks-per-node=1`"
+        yield Match(f"--{name}", message, fix, line=line)
 
 
 @rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")

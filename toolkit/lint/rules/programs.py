@@ -10,15 +10,20 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import names_program, project_root, source_of
+from toolkit.lint.named_files import names_program, project_root, scripts_named, source_of
 from toolkit.lint.rules.settings import is_grpo, is_template, shorten
+from toolkit.lint.script_options import is_refused
 from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
 from toolkit.versions import version_numbers
 
 DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")  # of TRL's DatasetConfig
 OF_OTHERS = {"dataset_name": "path", "dataset": "path", "subset": "name", "config": "name", "weight": "fraction"}
+KEPT_REST = "0.19.0"  # below which TRL's parser keeps what its classes lack to itself
+OLDEST_SWIFT = "3.0.0"  # no version from there on had the older names
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
-AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4"}  # of what an unknown name stands for
+# Of what an unknown name stands for, and names of what is reported, not trained.
+AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+OF_REPORTS = ("wandb_", "project_name", "report_to", "logging_", "hub_")
 MOST_STRANGE = 2  # settings without a likeness, above which a project may read a file of axolotl itself
 
 
@@ -31,8 +36,10 @@ def refused_dataset(doc: Document) -> Iterator[Match]:
     for block in ("datasets", "test_datasets"):
         entries = doc.get(block) if isinstance(doc.get(block), list) else []
         for entry in filter(lambda each: isinstance(each, dict), entries):
-            for name, table in launcher_tables()["forms"]["datasets"].items():
-                if any(map(doc.get, table.get("unless", ()))) or (name == "type" and doc.has_own_copy(AXOLOTL)):
+            for key, table in launcher_tables()["forms"]["datasets"].items():
+                name, *losses = key.split()
+                is_other = doc.get("rl") not in losses if losses else any(map(doc.get, table.get("unless", ())))
+                if is_other or (name == "type" and doc.has_own_copy(AXOLOTL)):
                     continue
                 outer, _, inner = name.partition(".")
                 value = entry.get(outer)
@@ -68,6 +75,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         return
     if doc.start is not None and doc.kind == TRAINER and doc.program != program != "trl":  # a script with its words
         return
+    if program == "trl" and doc.call is not None and doc.program is None and not names_program(doc.folder, "trl"):
+        return
     schema = program_schema(program)
     unknown = schema.unknown(doc.data)
     strange = schema.strange(doc.data)
@@ -86,6 +95,16 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "trl":  # the first is another rule's
             of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
             of_script = not is_command and _is_of_a_script(schema, key)
+            if (
+                of_script
+                and key not in TRAINING_ARGUMENTS_REMOVED
+                and doc.start
+                and not doc.call
+                and _refuses(doc, key)
+            ):
+                level = WARNING if doc.pinned_below("trl", KEPT_REST) else None
+                message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser refuses the file"
+                yield Match(key, message, "remove it", level=level)
             if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
                 continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
@@ -94,6 +113,12 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         written = re.match(r"`(\w+)", fix)
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
+        since = _lost_in(schema, doc, key) or (
+            OLDEST_SWIFT if program == "ms-swift" and key in schema.renamed else None
+        )
+        is_gone = program == "trl" and doc.call is None and not doc.pinned_below("trl", since)
+        if is_gone and doc.pinned_below("trl", KEPT_REST):
+            refusal = "the project's version drops it without a word"
         message, level = f"{schema.named} has no `{shorten(key)}`, and {refusal}", None
         is_guess = program == "trl" and not is_command and key not in schema.renamed and key not in schema.former
         if is_guess and instead not in trainer_argument_names():
@@ -107,23 +132,36 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         level = NOTE if is_manifest else level
         is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
         is_off |= doc.get(key) == AXOLOTL_DEFAULTS.get(key, ...) or (instead == "num_epochs" and doc.has("max_steps"))
-        if program == "axolotl" and is_off:
-            level = NOTE  # dropped, and off, empty or what holds anyway
+        is_off |= doc.get(key) in ("none", ["none"]) and not doc.get("wandb_project")
+        if program == "axolotl" and key.startswith("bnb_") and doc.get("adapter") != "qlora":
+            is_off, fix = True, "remove it: axolotl reads such settings with `adapter: qlora` alone"
+        if program == "axolotl" and (is_off or key.startswith(OF_REPORTS)):
+            level = NOTE if is_off or level == NOTE else WARNING  # dropped, and off, empty or what holds anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
         if of_own_script and level is None and not (key in schema.former and _parses_all(doc)):
             message = f"{schema.named} has no `{shorten(key)}`: its own commands refuse it, and your script may not"
             level = WARNING if doc.has_trl_parser else NOTE
+        level = WARNING if level is None and refusal.startswith("the project") else level
         if program == "trl" and doc.is_read_from_arguments(key):  # written for an older TRL: the file is not all
             fix = f"{fix}, and the same in your code; or an older TRL"
         name = instead if instead in schema.fields and key in schema.renamed else None  # a guess is not applied
         is_free = name is not None and not (of_own_script or doc.has(name) or doc.is_read(key))
-        since = _lost_in(schema, doc, key)
+        older = [each for each, new in schema.renamed.items() if new == instead and each in schema.former]
+        if key not in older and older and doc.pinned_below(schema.distribution, schema.former[older[0]]):
+            fix = fix.replace(f"`{instead}`", f"`{older[0]}`")
         yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
     command = str(start.script if start else "").removeprefix("trl ") if is_command else ""
     others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
     for key in [key for key in doc.data if key in others]:
         yield Match(key, f"`trl {command}` of {schema.named} has no `{key}`", "remove it", level=WARNING)
+
+
+def _refuses(doc: Document, key: str) -> bool:
+    """Return True for a setting of a file that a command names, where the parser of the command's script lacks it."""
+    start, path = doc.start, (doc.command or doc).path
+    scripts = scripts_named(start.script or "", path) if start and start.tool not in PROGRAMS else []
+    return bool(scripts) and all("TrlParser(" in each[0] and is_refused(key, *each) for each in scripts)
 
 
 def glued_number(doc: Document, name: str) -> str | None:

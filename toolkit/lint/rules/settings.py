@@ -13,6 +13,7 @@ from toolkit.convert.job_script import PYTHON
 from toolkit.convert.programs import FOREIGN
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
+from toolkit.files.paths import is_file
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
 from toolkit.lint.named_files import (
@@ -206,7 +207,9 @@ def undefined_dataset(doc: Document) -> str | None:
 def _datasets(doc: Document) -> tuple[list[str], dict[str, Any] | None]:
     """Return the names of a LLaMA-Factory file's datasets, and the list that has them; None where it is not here."""
     folder = str(doc.get("dataset_dir", "data"))
-    file = find_named(str(Path(folder) / "dataset_info.json"), doc.path) if doc.program == "llama-factory" else None
+    info = Path(folder, "dataset_info.json")
+    nearest = next((each / info for each in (doc.folder, *doc.folder.parents[:5]) if is_file(each / info)), None)
+    file = (nearest or find_named(str(info), doc.path)) if doc.program == "llama-factory" else None
     names = doc.get("dataset") if isinstance(doc.get("dataset"), list) else str(doc.get("dataset") or "").split(",")
     listed = None
     with contextlib.suppress(ToolkitError):  # another folder's list is another program's

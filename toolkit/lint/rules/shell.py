@@ -11,7 +11,7 @@ from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import find_named, project_source, scripts_named, source_of
+from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
@@ -33,7 +33,7 @@ ASSIGNED = re.compile(
 )
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
-TIMEOUT = "NCCL_TIMEOUT"  # which people set, and nothing reads
+TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -185,11 +185,14 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
-    for found, line in doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=") if doc.script.calls else ():
-        close = None if found[1] == TIMEOUT else nearest(found[1], INHERITED, cutoff=0.95)
-        if (close or found[1] == TIMEOUT) and not (found[1] in INHERITED or _is_read(doc, found[1])):
+    for found, line in (
+        doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)") if doc.script.calls else ()
+    ):
+        close = None if found[1] in TIMEOUTS else nearest(found[1], INHERITED, cutoff=0.95)
+        if (close or found[1] in TIMEOUTS) and not (found[1] in INHERITED or _is_read(doc, found[1])):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
-            level = NOTE if found[1] == TIMEOUT and not is_seen else None  # some scripts read it
+            is_idle = found[2] == "1800" or not is_seen  # the Trainer's default; and some scripts read it
+            level = NOTE if found[1] in TIMEOUTS and is_idle else None
             fix = f"`{close}`" if close else "the Trainer's `ddp_timeout`, or init_process_group's `timeout`"
             yield Match(found[1], "no library reads it", fix, line=line, level=level, library="torch")
 
@@ -202,7 +205,7 @@ def _is_read(doc: Document, name: str) -> bool:
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="the flag alone")
 def flag_with_value(doc: Document) -> Iterator[Match]:
     """The option takes no value: the launcher starts the next word as the script."""
-    for call in doc.script.launches:
+    for call in doc.script.launches if "\r\n" not in doc.script.text else ():
         is_value = str(call.script).lower() in NOT_A_SCRIPT or str(call.script).isdigit()
         is_module = {"m", "module", "no-python"} & call.options.keys() or "$" in str(call.script)
         behind = str(call.script)[-3:] != ".py" and call.words[:1] and call.words[0].endswith(".py") and not is_module
@@ -267,12 +270,15 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
             yield Match(f"--{name}", message, f"`--{close}`", line=line, level=ERROR, library="slurm")
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
-        for name in call.options if known and call.script else ():
-            if (call.tool, name) == ("deepspeed", "m"):
-                yield Match("-m", "deepspeed has no -m, and refuses it", "`--module`", line=call.line, level=ERROR)
+        for name in call.options if known else ():
+            if fix := {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}.get(
+                (call.tool, name)
+            ):
+                message = f"{call.tool} has no -{name}, and refuses it"
+                yield Match(f"-{name}", message, fix, line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
             is_known = name in known if call.tool == "accelerate" else any(each.startswith(name) for each in known)
-            if is_name and not is_known:
+            if is_name and not is_known and call.script:
                 option = f"--{name.rstrip('-').replace('-', '_')}"
                 is_script = re.search(r"\.py$|^\$|/", call.script or "") or {"m", "module"} & call.options.keys()
                 fix = f"behind {call.script}, if it is the script's" if is_script else "the script in front of it"
@@ -332,14 +338,18 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed, vLLM and parts of a
+    sequence."""
     is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
     for call in doc.script.launches if not is_told else ():
-        if "," not in visible_devices(doc, call)[0]:
-            continue
+        gpus, parts = visible_devices(doc, call)[0], call.arguments.get("sequence_parallel_size") or ("1", 0)
         needs = call.arguments.get("deepspeed") or call.arguments.get("use_vllm") or ("false", 0)
-        if call.tool == "swift" and str(needs[0]).lower() != "false":
-            yield Match("NPROC_PER_NODE", "refused: one process has several GPUs", "as many as GPUs", line=needs[1])
+        if call.tool == "swift" and (as_int(parts[0]) or 1) > 1:
+            message = f"one process starts, and sequence_parallel_size is {parts[0]}"
+            yield Match("NPROC_PER_NODE", message, f"{parts[0]}, or a multiple", line=parts[1])
+        elif call.tool == "swift" and "," in gpus and str(needs[0]).lower() != "false":
+            message, since = "refused: one process has several GPUs", "3.0.0" if "deepspeed" in call.arguments else None
+            yield Match("NPROC_PER_NODE", message, "as many as GPUs", line=needs[1], since=since)
 
 
 @rule(WARNING, *SCRIPTS, library="transformers", fix="the name with its two dashes")
@@ -420,13 +430,17 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
         gpus, line = visible_devices(doc, call)
         is_one = call.options.get("num-machines") in (None, "1") and "cpu" not in call.options
         option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
-        processes, count = as_int(call.options.get(option)), gpus.count(",") + 1
+        processes, count, level = as_int(call.options.get(option)), gpus.count(",") + 1, None
+        if file := accelerate_file(doc, call) if gpus and option == "num-processes" else None:
+            is_one = (as_int(file.get("num_machines")) or 1) == 1 and as_enum(file.get("distributed_type")) != "NO"
+            processes = as_int(call.options.get(option, file.get("num_processes") if is_one else None))
+            level = ERROR if is_one else None  # a rank takes its GPU before the script does
         if gpus and processes and processes > count:
             message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
             if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
                 message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"
                 fix = "`--num_processes 1`, or more GPUs"
-            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line, level=level)
 
 
 def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:

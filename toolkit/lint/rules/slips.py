@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.convert.job_script import JobScript, in_comment, launcher_tables
 from toolkit.errors import nearest
 from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document
-from toolkit.lint.findings import ERROR, Match, rule
+from toolkit.lint.findings import ERROR, NOTE, Match, rule
 from toolkit.lint.rules.shell import in_spans
 
 QUOTED = re.compile(r"(?<=[ \t=])(?:\"\$\{?(\w+)\}?\"|'\$\{?(\w+)\}?')(?=\s|$)")  # and nothing else in the quotes
@@ -134,4 +134,6 @@ def _unset_variables(doc: Document) -> Iterator[Match]:
             meant, message = nearest(name, of_slurm, cutoff=0.85), "SLURM sets no such variable: it is empty"
         if meant:
             fix = f"`${{{meant}}}_`" if name == f"{meant}_" else f"`${meant}`"
-            yield Match(f"${name}", message, fix, line=script.line_at(found.start()))
+            is_said = not script.mentions(rf"^(?![ \t]*(?:echo|printf)\b).*\$\{{?{name}\b")  # in the log alone
+            line = script.line_at(found.start())
+            yield Match(f"${name}", message, fix, line=line, level=NOTE if is_said else None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.convert.job_script import launcher_tables
 from toolkit.convert.programs import FOREIGN, OPEN_INSTRUCT, program_schemas
-from toolkit.errors import nearest
+from toolkit.errors import alike, nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -62,7 +62,8 @@ READ_SINCE: Mapping[str, str] = LINT_TABLES["read_since"]
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
 # Blocks of a DeepSpeed JSON in which it asks for keys one by one, and passes over others.
 LOOSE_BLOCKS = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
-FORMER_WORDS = {"TPU": "XLA"}  # of `distributed_type` before accelerate 0.26
+FORMER_WORDS: Mapping[str, str] = LINT_TABLES["former_words"]
+OF_FSDP1 = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params", "limit_all_gathers")
 NULL_IS_ABSENT = ("bf16", "aio")  # of the blocks at the top
 HELD, WORDS_OF = {"str": str, "list": list, "dict": dict}, {"str": "text", "list": "a list", "dict": "keys and values"}
 FIELD_TYPES = {"int": (as_int, "a whole number"), "float": (as_float, "a number"), "bool": (as_bool, "true or false")}
@@ -137,8 +138,14 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
         elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
-            fix = "`null`" if kind != field.type and value == "None" else expected
-            yield Match(name, f"{shorten(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
+            fix = (
+                "`null`"
+                if kind != field.type and value == "None"
+                else expected
+                if value
+                else f"remove it, or {expected}"
+            )
+            yield Match(name, f"{shorten(value) or repr(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
         elif is_text and found is not True:
             fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
             yield Match(name, f"{value} is text here, which {effect}", fix, level=level)
@@ -199,6 +206,8 @@ def _as_expected(key: str, value: Any, expected: str) -> str:
     """Return the value as the key takes it, where it is plain what is meant."""
     if key == "fp16.min_loss_scale":
         return "`1`, or more"  # 0 is for a loss scale that stays
+    if expected.startswith("true or") and (near := nearest(str(value)[:100].lower(), ("true", "false"))):
+        return f"`{near}`"
     if expected.startswith("text") and type(value) is int:
         return f'`{key.rpartition(".")[2]}: "{value}"`, in quotes'
     if expected.startswith("text") and isinstance(value, list) and not key.endswith("ignored_modules"):
@@ -296,10 +305,19 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         is_old = (key in by_hand or key in REGISTERED) and is_far
         of_fork = is_far and schema is not None and program != "trl" and bool(schema.strange(doc.data))
         effect = "it raises where it is read" if is_kept else "it raises"
-        fix = f"{'the version that has it, or ' * of_fork}one of these" if is_far else None
+        fix = _instead_of_word(doc, program, key) or ("one of these" if is_far else None)
+        fix = f"the version that has it, or {fix}" if of_fork else fix
         level = NOTE if of_fork else WARNING if is_kept or is_old else None
         plain = [each for each in words if each[:1] != "*"]
         yield from _not_a_word(place, value, plain, effect, fix=fix, level=level, library=library)
+
+
+def _instead_of_word(doc: Document, program: str | None, key: str) -> str | None:
+    """Return the model's own template, and what to write in the place of a word whose list is long; None for others."""
+    tables = launcher_tables()["instead_of_words"].get(program, {})
+    model = str(doc.get("model_name_or_path")).rpartition("/")[2].lower()
+    of_model = next((word for word, names in tables.get("of models", {}).items() if re.match(names, model)), None)
+    return f"`{of_model}`" if of_model and key == "template" else tables.get(key)
 
 
 def _other_words(doc: Document) -> Iterator[Match]:
@@ -321,7 +339,13 @@ def _other_words(doc: Document) -> Iterator[Match]:
         if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
         elif is_word and fold(str(value)) not in map(fold, words):
-            yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"))
+            near = _near_words(str(value)[:100], words) if key == "scheduler.type" else []
+            takes = launcher_tables()["parameters"].get(near[0], ()) if near else ()
+            strange = takes and doc.block("scheduler.params").keys() - {*takes}  # which it would refuse
+            fix = (
+                f"remove it, and set `lr_scheduler_type`; or `{near[0]}`, with {', '.join(takes)}" if strange else None
+            )
+            yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"), fix=fix)
     if doc.kind != TRAINER:
         return
     fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
@@ -339,29 +363,41 @@ def _other_words(doc: Document) -> Iterator[Match]:
 
 def _is_in_effect(doc: Document, block: str, name: str) -> bool:
     """Return False for a word of an engine that the file does not run, which nothing reads."""
+    version = as_int(fsdp_setting(doc, "version", 2 if doc.kind == TRAINER else 1))
+    is_other = version == 1 if name == "reshard_after_forward" else version == 2 and name in OF_FSDP1
     if doc.kind == TRAINER:
-        of_fsdp1 = name == "backward_prefetch" and as_int(fsdp_setting(doc, "version", 2)) == 2
-        return block != "fsdp_config" or (uses_fsdp(doc) and not of_fsdp1)
+        return block != "fsdp_config" or (uses_fsdp(doc) and not is_other)
     if block == "dynamo_config":  # which the launcher of DeepSpeed does not pass on
         return engine_of(doc) != "DEEPSPEED"
     if block == "fp8_config":
         return str(doc.get("mixed_precision")).lower() == "fp8"
     engine = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(block)
-    return engine in (None, doc.get("distributed_type", engine))
+    return engine in (None, doc.get("distributed_type", engine)) and not (name == "reshard_after_forward" and is_other)
 
 
 def _not_a_word(
     key: str, value: Any, words: Sequence[str], otherwise: str = "it raises", *, fix: str | None = None, **more: Any
 ) -> Iterator[Match]:
-    if not is_template(value):
-        parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", str(value)[:100])
-        has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
-        in_capitals = {word.upper(): word for word in has_all or words}
-        close = nearest(str(value)[:100].upper(), in_capitals, cutoff=0.2 if has_all else 0.6)
-        is_off = str(value).upper() in ("NONE", "NULL", "OFF", "FALSE")
-        close = next((word for word in words if (word.upper()[:2] == "NO" if is_off else word.upper() == close)), None)
-        close = FORMER_WORDS.get(str(value), close)
-        close = '"no"' if close == "no" else close  # YAML takes it for false without
-        listed = ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
-        message = f"{shorten(value)} is not one of {listed}: {otherwise}"
-        yield Match(key, message, fix or (f"`{close}`" if close else "one of these"), **more)
+    if is_template(value):
+        return
+    near = _near_words(str(value)[:100], words)
+    close = '"no"' if near[:1] == ["no"] else near[0] if near else None  # YAML takes it for false without
+    first = words if len(words) <= 8 else near[:3] or (words[:8] if [*words] != sorted(words) else ())
+    more_words = f"{' and ' * bool(first)}{len(words) - len(first)} {'more' if first else 'words'}"
+    listed = ", ".join(first) + more_words * (len(words) > len(first))
+    message = f"{shorten(value)} is not one of {listed}: {otherwise}"
+    yield Match(key, message, fix or (f"`{close}`" if close else "one of these"), **more)
+
+
+def _near_words(value: str, words: Sequence[str]) -> list[str]:
+    """Return the words that a value may stand for, the likeliest first: those that are spelt, or begin, like it, of
+    those that have all of its parts."""
+    if former := [word for word in words if word == FORMER_WORDS.get(value.upper())]:
+        return former
+    if value.upper() in ("NONE", "NULL", "OFF", "FALSE"):
+        return [word for word in words if word.upper()[:2] == "NO"]
+    parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", value)
+    has_all = [word for word in words if len(parts) > 1 and all(each.lower() in word.lower() for each in parts)]
+    known = [*reversed(has_all or words)]
+    forms = {word[: max(4, len(value))].upper(): word for word in known} | {word.upper(): word for word in known}
+    return list(dict.fromkeys(forms[each] for each in alike(value.upper(), forms, cutoff=0.2 if has_all else 0.6)))
