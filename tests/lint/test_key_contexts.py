@@ -171,7 +171,7 @@ def test_an_option_takes_a_word_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_rename_is_offered_with_its_words_where_the_value_is_none_of_them(tmp_path: Path) -> None:
-    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_backward_prefetch_policy: NONE\n"
+    text = "distributed_type: FSDP\nfsdp_config:\n  fsdp_backward_prefetch_policy: BEFORE\n"
     finding = of_key(tmp_path, text, "fsdp_config.fsdp_backward_prefetch_policy")
     assert finding is not None
     assert finding.fix.startswith("remove it, or `fsdp_backward_prefetch` with one of BACKWARD_PRE, ")
