@@ -24,6 +24,7 @@ from toolkit.units import GIB, KIB, MIB
 TERA = 10**12
 GIGA = 10**9
 PCIE_BYTES_PER_SECOND = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
+OPERATIONS_PER_BYTE = 163  # bf16, of the median GPU in the table
 DTYPES = ("bf16", "fp16", "tf32", "fp32")
 WITHOUT_FP8 = ("v100", "t4", "rtx-2", "rtx-3", "rtx-a", "a10", "a30", "a40", "a800", "mi250")
 HOPPER_AND_BLACKWELL = ("h100", "h200", "h800", "h20", "gh200", "b200", "b300", "gb", "rtx-50", "rtx-pro-6000")
@@ -74,8 +75,10 @@ class Gpu:
         return self.host or (round(2 * self.memory_gib), "our choice, twice the GPU's")
 
     @property
-    def memory_bytes_per_second(self) -> int | None:
-        return None if self.memory_gb_per_second is None else round(self.memory_gb_per_second * GIGA)
+    def memory_bytes_per_second(self) -> int:
+        """Bandwidth of its memory; of a GPU that is not listed, as much for its peak as the median GPU has."""
+        unlisted = (self.peak_tflops[0] or 1) * 1000 / OPERATIONS_PER_BYTE
+        return round((self.memory_gb_per_second or unlisted) * GIGA)
 
     @property
     def nvlink_bytes_per_second(self) -> int | None:

@@ -194,7 +194,7 @@ class PlanOptions(JobAndGpuOptions):
     data_parallel: Annotated[
         int | None, Option(help="GPUs of one process: DataParallel gathers all logits on the first", min=2)
     ] = None
-    torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: the plan says what it lacks")] = (
+    torch_compile: Annotated[bool | None, Option("--torch-compile", help="compiled: faster, with the same memory")] = (
         None
     )
     tiled_mlp: Annotated[bool | None, Option("--tiled-mlp", help="the MLP takes a part of the rows at a time")] = None

@@ -28,16 +28,23 @@ BEST_MATMUL_SHARE = {
     **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
 }
 UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
+# GeForce cards run above the clock of their data sheets: 161 of 165 on an RTX 4090, 81 of 80 on an RTX 3090 Ti
+# (mli/transformers-benchmarks).
+GEFORCE, GEFORCE_MATMUL_SHARE = ("rtx-3", "rtx-4", "rtx-5"), 0.975
 # Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
 # (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
-# figures 5 and 6). SDPA has the second one.
-FLASH_2, FLASH_2_ON_HOPPER, FLASH_3 = 0.5, 0.33, 0.57
+# figures 5 and 6). SDPA has the second one. FlashAttention 2 has no instructions of Blackwell's, and is as fast as on
+# Hopper, whose peak is the last.
+FLASH_2, FLASH_2_ON_HOPPER, FLASH_3, HOPPER_FLOPS = 0.5, 0.33, 0.57, 989.4e12
+HOPPER, BLACKWELL = ("h100", "h200", "h800", "gh200"), ("b200", "b300", "gb200", "gb300")
 # torch's kernels that are no matrix multiplications, per pass through a layer: an A100's cores read and write at 85 %
 # of the data sheet's bandwidth. Of what they move, tensor parallelism divides 24 of 34 bytes (Korthikanti et al.,
 # section 4.2.1, https://arxiv.org/abs/2205.05198).
 KERNEL_BANDWIDTH_SHARE = 0.85
 WHOLE_BYTES, SPLIT_BYTES = 10, 24
-LOGITS_BYTES_MOVED = 30  # logits, their fp32 copy, log-probabilities and the gradients of each, written and read
+# Logits, their fp32 copy, log-probabilities and the gradients of each, written and read. Where one kernel makes bf16
+# gradients of bf16 logits: written, read twice, gradients written, and read by two products. Cut cross entropy: none.
+LOGITS_BYTES_MOVED, FUSED_LOGITS_BYTES = 30, 12
 DEQUANTIZED_BYTES = 2.5  # per 4-bit weight and pass: half a byte read, its bf16 copy written
 PASSES, RECOMPUTED_PASSES = 3, 4  # a backward is two
 
@@ -73,7 +80,7 @@ class Calibration:
 
 # Least squares of the logarithms, each source with the square root of its rows as its weight; `host_seconds` is known
 # from one source only, of 2023 (QwenLM, 12 rows).
-CALIBRATION = Calibration(kernel_bytes=5.5, liger_share=0.43, adapter_bytes=8.5, host_seconds=15e-6)
+CALIBRATION = Calibration(kernel_bytes=5.5, liger_share=0.45, adapter_bytes=8.5, host_seconds=15e-6)
 
 
 def operations_of(setup: TrainingSetup, *, causal: bool) -> TokenFlops:
@@ -124,14 +131,16 @@ def compute_seconds(
     share = _matmul_share(gpu)
     attention = flops.attention_forward + flops.attention_recomputed + flops.attention_backward
     operations = (flops.hardware_flops - attention) / share + attention / _attention_share(gpu, job)
-    if gpu.memory_bytes_per_second is None:
-        return tokens * operations / peak
     passes = RECOMPUTED_PASSES if flops.recomputed else PASSES if flops.dense_backward else 1
     saved = _saved_bytes(with_attention(shape, job.attention_with_scores))
     moved = calibration.kernel_bytes * saved.token_bytes(job.tokens_per_row) * passes
     moved *= (WHOLE_BYTES + SPLIT_BYTES / tp) / (WHOLE_BYTES + SPLIT_BYTES)
-    moved *= calibration.liger_share if job.loss == "fused" else 1.0
-    moved += LOGITS_BYTES_MOVED * min(1, passes / PASSES) * shape.vocab_size / tp
+    # Liger's kernels, fms-acceleration's and Unsloth's; and what the compiler fuses, which are not those of experts
+    compiled = job.numerics.torch_compile and not shape.num_experts
+    fused = job.loss == "fused" or job.numerics.program == "unsloth"
+    moved *= calibration.liger_share if fused or compiled else 1.0
+    of_logits = 0 if job.loss == "cut" else FUSED_LOGITS_BYTES if fused else LOGITS_BYTES_MOVED
+    moved += of_logits * min(1, passes / PASSES) * shape.vocab_size / tp
     return tokens * operations / peak + own_tokens * moved / (gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
 
 
@@ -142,19 +151,22 @@ def _saved_bytes(shape: ModelShape) -> SavedBytes:
 
 
 def _matmul_share(gpu: Gpu) -> float:
-    return BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], UNLISTED_MATMUL_SHARE) * LAYER_MATMUL_SHARE
+    other = GEFORCE_MATMUL_SHARE if gpu.name.startswith(GEFORCE) else UNLISTED_MATMUL_SHARE
+    return BEST_MATMUL_SHARE.get(gpu.name.split(",")[0], other) * LAYER_MATMUL_SHARE
 
 
 def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
     name = job.attn_implementation or ""
     if "flash_attention_3" in name or "flash_attention_4" in name:
         return FLASH_3
-    return FLASH_2_ON_HOPPER if gpu.name.startswith(("h100", "h200", "gh200", "b200")) else FLASH_2
+    if gpu.name.startswith(BLACKWELL) and "flash_attention_2" in name:
+        return FLASH_2_ON_HOPPER * HOPPER_FLOPS / (gpu.peak_flops("bf16") or HOPPER_FLOPS)
+    return FLASH_2_ON_HOPPER if gpu.name.startswith(HOPPER + BLACKWELL) else FLASH_2
 
 
 def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calibration: Calibration) -> float:
     """Return the seconds of what adapters move per token, and of 4-bit weights, decoded in each pass."""
-    if not setup.weights.adapters or gpu.memory_bytes_per_second is None:
+    if not setup.weights.adapters:
         return 0.0
     passes = RECOMPUTED_PASSES if setup.job.activation_checkpointing else PASSES
     trained = setup.weights.trained
@@ -215,12 +227,11 @@ def _optimizer_share(setup: TrainingSetup) -> float:
 
 def optimizer_seconds(setup: TrainingSetup, interconnect: Interconnect) -> float:
     """Return the seconds of the optimizer's memory traffic on the GPU; an offloaded one is part of the offload."""
-    bandwidth = interconnect.gpu.memory_bytes_per_second
-    if setup.preset.offload_optimizer or bandwidth is None:
+    if setup.preset.offload_optimizer:
         return 0.0
     states = _state_bytes(setup.weights, setup.job.optimizer) / max(setup.weights.num_trained, 1)
     moved = (UPDATE_BYTES + STATE_ACCESSES * states) * _optimizer_share(setup)
-    return moved / (bandwidth * KERNEL_BANDWIDTH_SHARE)
+    return moved / (interconnect.gpu.memory_bytes_per_second * KERNEL_BANDWIDTH_SHARE)
 
 
 @lru_cache(maxsize=64)  # the same under all presets
