@@ -45,6 +45,9 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 
+STAYS_IN_EVAL = (
+    "warning: the model trains in eval mode from step {} on, without dropout: call `model.train()` after an evaluation"
+)
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
 
 
@@ -58,6 +61,13 @@ class LoopedTraining:
     untimed_steps: int = UNTIMED_STEPS
     stop_after_steps: int | None = None
     prepared: bool = False  # the launcher has made the run folder this run's own
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Batch:
+    facts: BatchFacts
+    addresses: set[int]  # of its tensors
+    evaluated: bool = False  # a forward that is not trained on has seen it
 
 
 class ObservedLoop:
@@ -101,10 +111,11 @@ class ObservedLoop:
             verification=Verification(self.run, parts, timer, trainer=self, strict=strict),
         )
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
-        self.batches: deque[tuple[BatchFacts, set[int]]] = deque(maxlen=_LATE_BATCHES)
-        """Batches that the loop has, with the addresses of their tensors, until a forward sees them."""
+        self.batches: deque[_Batch] = deque(maxlen=_LATE_BATCHES)
+        """Batches that the loop has, until a forward trains on them."""
         self.forwarded: list[BatchFacts] = []
         self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
+        self.modes: set[bool] = set()  # those of the forwards that may be trained on since the last backward
         self.between_steps, self.clock_restarted = True, False
         self.reduces_itself = live_engine(model).reduces_itself
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
@@ -141,14 +152,19 @@ class ObservedLoop:
                 return
             batch, facts = counted
             if facts is not None:
-                self.batches.append((facts, _addresses(batch)))
+                self.batches.append(_Batch(facts=facts, addresses=_addresses(batch)))
             yield batch
 
     def _on_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         progress = self.run.progress
         if self.trains_in_mode is None and torch.is_grad_enabled():
             self.trains_in_mode = module.training
+        if torch.is_grad_enabled():
+            self.modes.add(module.training)
+        seen = self._seen_batches((args, kwargs))
         if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
+            for batch in seen:
+                batch.evaluated = True
             self._leave_step("evaluate")
             return
         self.observer.before_loss(module, kwargs)
@@ -157,17 +173,22 @@ class ObservedLoop:
         if self.between_steps and not self.clock_restarted:
             self.observer.timer.restart_clock()
         self.between_steps = self.clock_restarted = False
-        seen, forwarded = _addresses((args, kwargs)), len(self.forwarded)
-        for known in reversed(tuple(self.batches)):  # an older batch may have had the same memory
-            if known[1] & seen:
-                seen -= known[1]
-                self.batches.remove(known)
-                self.forwarded.append(known[0])
-        if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
-            self.forwarded.append(self.batches.pop()[0])
-        if seen and not self.step and len(self.forwarded) == forwarded:  # of a loader that is not prepared
+        for batch in seen:
+            self.batches.remove(batch)
+            self.forwarded.append(batch.facts)
+        if not (seen or self.step or self.forwarded):  # of a loader that is not prepared
             self.observer.timer.first_batches.append(self.count((), (args, kwargs)).sha256)
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
+
+    def _seen_batches(self, value: Any) -> list[_Batch]:
+        """The batches that a forward sees: by their memory, or else the only new one, copied by `.to()` or a cast."""
+        addresses, seen = _addresses(value), list[_Batch]()
+        for batch in reversed(self.batches):  # an older batch may have had the same memory
+            if batch.addresses & addresses:
+                addresses -= batch.addresses
+                seen.append(batch)
+        new = [batch for batch in self.batches if not batch.evaluated]
+        return seen or new * (len(new) == 1)
 
     def _leave_step(self, phase: str) -> None:
         if self.run.progress.phase != phase:
@@ -175,7 +196,14 @@ class ObservedLoop:
         self.between_steps, self.clock_restarted = True, False
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
+        if self.modes == {not self.trains_in_mode}:
+            self.trains_in_mode = not self.trains_in_mode
+            print(
+                STAYS_IN_EVAL.format(self.step + 1) * (self.run.writes and not self.trains_in_mode), end="", flush=True
+            )
+        self.modes.clear()
         self.observer.after_loss(loss)
+        self.observer.verification.before_backward(loss, self.accelerator.gradient_accumulation_steps)
         self.observer.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)
         self._add_batches()
         backward(loss, **kwargs)
@@ -215,6 +243,8 @@ class ObservedLoop:
         else:
             self.observer.before_optimizer_step()
         result = step(*args, **kwargs)
+        if not self.step:
+            self._check_accumulation(len(self.observer.timer.step.losses))
         self.step += 1
         self.observer.end_step(self.step)
         self.run.progress.phase = "train"
@@ -222,6 +252,15 @@ class ObservedLoop:
             self.close()
             raise SystemExit(0)
         return result
+
+    def _check_accumulation(self, backwards: int) -> None:
+        """Note a first step without `accumulate`: accelerate divides its loss all the same."""
+        steps = self.accelerator.gradient_accumulation_steps
+        if 0 < backwards < steps and not self.accelerator.gradient_state.end_of_dataloader:
+            self.observer.verification.scale_warning = (
+                f"warning: the first step has {backwards} of the {steps} backwards by which accelerate divides the loss"
+                " (gradient_accumulation_steps): put the loop's body into `with accelerator.accumulate(model):`"
+            )
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.observer.timer.flush(wait=True)  # no checkpoint without the rows of its steps

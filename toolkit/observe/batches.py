@@ -91,6 +91,15 @@ def label_shift_of(model: Any) -> int | None:
     return 0 if name.endswith(("ForTokenClassification", "ForMaskedLM")) else None
 
 
+def labels_padding(inputs: Any) -> bool:
+    """Return True if a batch has labels where its `attention_mask` hides a token, which a model's own loss counts."""
+    named = inputs if isinstance(inputs, Mapping) else {}
+    labels, mask = named.get("labels"), named.get("attention_mask")
+    if not isinstance(labels, torch.Tensor) or not isinstance(mask, torch.Tensor) or labels.shape != mask.shape:
+        return False
+    return labels.dim() == 2 and not labels.is_floating_point() and bool(((labels != IGNORED) & (mask == 0)).any())
+
+
 class ObservedCollator:
     """Our own script's collator, which adds `BatchFacts` to each batch under `BATCH_FACTS`."""
 

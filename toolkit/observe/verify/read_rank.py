@@ -169,6 +169,8 @@ class ForwardDetector:
         self.reached: set[int] = set()
         """Of these layers the ones whose output had a gradient."""
         self.recomputed: set[int] = set()
+        self.dropouts: set[bool] = set()
+        """Whether dropouts whose output is trained through were on."""
 
     def start(self, model: Any) -> None:
         self.recomputes = False
@@ -199,6 +201,8 @@ class ForwardDetector:
             hidden = output[0] if isinstance(output, tuple) and output else output
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
                 hidden.register_hook(lambda _: self.reached.add(id(module)))
+        if isinstance(module, torch.nn.Dropout) and module.p and id(module) in self.of_model and output.requires_grad:
+            self.dropouts.add(module.training)
         if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
             self.linear_dtypes.add(tensors.dtype_name(output.dtype))
 
