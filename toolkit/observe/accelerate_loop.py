@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
@@ -66,7 +67,7 @@ class LoopedTraining:
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Batch:
     facts: BatchFacts
-    addresses: set[int]  # of its tensors
+    storages: set[StorageWeakRef]  # of its tensors; a new one never equals one that is gone
     evaluated: bool = False  # a forward that is not trained on has seen it
 
 
@@ -152,7 +153,7 @@ class ObservedLoop:
                 return
             batch, facts = counted
             if facts is not None:
-                self.batches.append(_Batch(facts=facts, addresses=_addresses(batch)))
+                self.batches.append(_Batch(facts=facts, storages=_storages(batch)))
             yield batch
 
     def _on_forward(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -181,14 +182,10 @@ class ObservedLoop:
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
 
     def _seen_batches(self, value: Any) -> list[_Batch]:
-        """The batches that a forward sees: by their memory, or else the only new one, copied by `.to()` or a cast."""
-        addresses, seen = _addresses(value), list[_Batch]()
-        for batch in reversed(self.batches):  # an older batch may have had the same memory
-            if batch.addresses & addresses:
-                addresses -= batch.addresses
-                seen.append(batch)
+        """The batches that a forward sees: by their storages, or else the only new one, copied by `.to()` or a cast."""
+        storages = _storages(value)
         new = [batch for batch in self.batches if not batch.evaluated]
-        return seen or new * (len(new) == 1)
+        return [batch for batch in self.batches if batch.storages & storages] or new * (len(new) == 1)
 
     def _leave_step(self, phase: str) -> None:
         if self.run.progress.phase != phase:
@@ -364,8 +361,8 @@ def warn_of_unobserved_loops(trains: Callable[[], bool], *, rank: int) -> None:
     Accelerator.backward = warned
 
 
-def _addresses(value: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(value)}
+def _storages(value: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for _, tensor in named_tensors(value)}
 
 
 def _iterate_observed(loader: Any) -> Iterator[Any]:

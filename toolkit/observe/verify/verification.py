@@ -141,9 +141,10 @@ class Verification:
     def before_loss(self, inputs: Any) -> None:
         """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective.
 
-        The labels of the first step's batches are looked at too.
+        Of somebody's script, the labels of the first step's batches are looked at too.
         """
-        if self.reading is None and not getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False):
+        encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # its labels are not those
+        if self.reading is None and self.parts.expected.of_script and not encodes:
             self.labels_padding = self.labels_padding or labels_padding(inputs)
         if self.documents is None:
             expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
