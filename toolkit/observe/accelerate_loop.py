@@ -195,9 +195,8 @@ class ObservedLoop:
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
         if self.modes == {not self.trains_in_mode}:
             self.trains_in_mode = not self.trains_in_mode
-            print(
-                STAYS_IN_EVAL.format(self.step + 1) * (self.run.writes and not self.trains_in_mode), end="", flush=True
-            )
+            if self.run.writes and not self.trains_in_mode:
+                print(f"{STAYS_IN_EVAL.format(self.step + 1)}\n", end="", flush=True)
         self.modes.clear()
         self.observer.after_loss(loss)
         self.observer.verification.before_backward(loss, self.accelerator.gradient_accumulation_steps)

@@ -34,7 +34,8 @@ def scale_warning(loss: Any, steps: int, *, by_accelerate: bool, items: Any = No
         return ""
     return (
         f"warning: the loss is a mean over each micro-batch, and nothing divides it by {name}, so that gradients are"
-        f" {steps} times as large: `trainer.model_accepts_loss_kwargs = False` lets the Trainer divide"
+        f" {steps} times as large: divide it by `num_items_in_batch`, or `trainer.model_accepts_loss_kwargs = False`"
+        " lets the Trainer divide by the steps"
     )
 
 
