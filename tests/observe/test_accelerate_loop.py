@@ -82,7 +82,6 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
         ("own_loader", SAME_ROWS),
         ("other_size", OTHER_SIZES.format("2 and 3")),
         ("twice", "warning: the loss is divided by gradient_accumulation_steps (2) by the script, and again by acc"),
-        ("alone", "warning: the first step has 1 of the 2 backwards by which accelerate divides the loss"),
         ("stays", STAYS_IN_EVAL.format(5)),
         ("plain", ""),
     ],

@@ -68,13 +68,13 @@ LORA = {
 # What no library says of training that goes on: the warning, and the line about it alone.
 SILENT = {
     "twice": "warning: the loss is divided by gradient_accumulation_steps (2) by the script, and again by the Trainer",
-    "never": "warning: the loss is a mean over each micro-batch, and nothing divides it by gradient_accumulation_steps",
+    "never": "warning: nothing divides the loss, a mean over each micro-batch, by gradient_accumulation_steps (2)",
     "eval": "warning: every dropout is off in the first step",
-    "order": "note: every epoch has the batches of the first, in its order (2 steps)",
+    "order": "note: each epoch has the same order (2 steps)",
     "padding": "note: tokens that `attention_mask` hides have labels",
-    "adapters": "note: trained, and without a gradient in the first step: adapter.weight",
+    "adapters": "note: trained, without a gradient in the first step (1): adapter.weight",
     "schedule": "warning: the learning rate is 0 since step 5",
-    "resume": "warning: the optimizer began anew, and the training after step 4",
+    "resume": "warning: the optimizer began anew after step 4",
     "averages": "",
 }
 QUICK = [

@@ -4,7 +4,6 @@ accelerate launch ... accelerate_loop.py MODE FOLDER
 """
 
 import sys
-from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -84,7 +83,7 @@ def train(mode, accelerator, model, optimizer, loader):
     if mode == "late":  # all of them are there before the first is trained on
         batches = iter(list(batches))
     for number, batch in enumerate(batches):
-        with accelerator.accumulate(model) if mode != "alone" else nullcontext():
+        with accelerator.accumulate(model):
             loss = torch.nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
             loss = loss / accelerator.gradient_accumulation_steps if mode == "twice" else loss
             accelerator.backward(loss)

@@ -46,9 +46,7 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 
-STAYS_IN_EVAL = (
-    "warning: the model trains in eval mode from step {} on, without dropout: call `model.train()` after an evaluation"
-)
+STAYS_IN_EVAL = "warning: from step {} on the model trains in eval mode, without dropout: `model.train()` ends it"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
 
 
@@ -112,8 +110,7 @@ class ObservedLoop:
             verification=Verification(self.run, parts, timer, trainer=self, strict=strict),
         )
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
-        self.batches: deque[_Batch] = deque(maxlen=_LATE_BATCHES)
-        """Batches that the loop has, until a forward trains on them."""
+        self.batches: deque[_Batch] = deque(maxlen=_LATE_BATCHES)  # which no forward has trained on
         self.forwarded: list[BatchFacts] = []
         self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
         self.modes: set[bool] = set()  # those of the forwards that may be trained on since the last backward
@@ -160,8 +157,7 @@ class ObservedLoop:
         progress = self.run.progress
         if self.trains_in_mode is None and torch.is_grad_enabled():
             self.trains_in_mode = module.training
-        if torch.is_grad_enabled():
-            self.modes.add(module.training)
+        self.modes |= {module.training} if torch.is_grad_enabled() else set()
         seen = self._seen_batches((args, kwargs))
         if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
             for batch in seen:
@@ -239,8 +235,6 @@ class ObservedLoop:
         else:
             self.observer.before_optimizer_step()
         result = step(*args, **kwargs)
-        if not self.step:
-            self._check_accumulation(len(self.observer.timer.step.losses))
         self.step += 1
         self.observer.end_step(self.step)
         self.run.progress.phase = "train"
@@ -248,15 +242,6 @@ class ObservedLoop:
             self.close()
             raise SystemExit(0)
         return result
-
-    def _check_accumulation(self, backwards: int) -> None:
-        """Note a first step without `accumulate`: accelerate divides its loss all the same."""
-        steps = self.accelerator.gradient_accumulation_steps
-        if 0 < backwards < steps and not self.accelerator.gradient_state.end_of_dataloader:
-            self.observer.verification.scale_warning = (
-                f"warning: the first step has {backwards} of the {steps} backwards by which accelerate divides the loss"
-                " (gradient_accumulation_steps): put the loop's body into `with accelerator.accumulate(model):`"
-            )
 
     def _save_state(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.observer.timer.flush(wait=True)  # no checkpoint without the rows of its steps

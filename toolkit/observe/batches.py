@@ -93,11 +93,10 @@ def label_shift_of(model: Any) -> int | None:
 
 def labels_padding(inputs: Any) -> bool:
     """Return True if a batch has labels where its `attention_mask` hides a token, which a model's own loss counts."""
-    named = inputs if isinstance(inputs, Mapping) else {}
-    labels, mask = named.get("labels"), named.get("attention_mask")
-    if not isinstance(labels, torch.Tensor) or not isinstance(mask, torch.Tensor) or labels.shape != mask.shape:
+    labels, mask = (dict(named_tensors(inputs)).get(name) for name in ("labels", "attention_mask"))
+    if labels is None or mask is None or labels.shape != mask.shape or labels.dim() != 2:
         return False
-    return labels.dim() == 2 and not labels.is_floating_point() and bool(((labels != IGNORED) & (mask == 0)).any())
+    return not labels.is_floating_point() and bool(((labels != IGNORED) & (mask == 0)).any())
 
 
 class ObservedCollator:

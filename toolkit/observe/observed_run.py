@@ -128,9 +128,8 @@ class ObservedRun:
             print(line, flush=True)
         if (slowest := describe_slowest_save(saves)) is not None:
             print(slowest, flush=True)
-        if (period := repeated_epoch(steps)) is not None:
-            repeats = f"note: every epoch has the batches of the first, in its order ({period} steps)"
-            print(f"{repeats}: a sampler of the script's own shuffles anew after `set_epoch(epoch)`", flush=True)
+        if period := repeated_epoch(steps):
+            print(f"note: each epoch has the same order ({period} steps); `set_epoch` changes it", flush=True)
         done = "done"
         if signs:
             done = "done, but it may have diverged"

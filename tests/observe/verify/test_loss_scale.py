@@ -47,10 +47,10 @@ def test_a_loss_that_a_loop_divides_for_accelerate_too(loss: Callable[[Tensor], 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (mean, "nothing divides it"),
-        (lambda x: 0.3 * mean(x) + 0.7 * distilled(x), "nothing divides it"),
-        (lambda x: binary_cross_entropy_with_logits(x, torch.ones(4, 4)), "nothing divides it"),
-        (lambda x: (total(x) / 3) * 2, "nothing divides it"),  # labels of this micro-batch alone
+        (mean, "nothing divides the loss"),
+        (lambda x: 0.3 * mean(x) + 0.7 * distilled(x), "nothing divides the loss"),
+        (lambda x: binary_cross_entropy_with_logits(x, torch.ones(4, 4)), "nothing divides the loss"),
+        (lambda x: (total(x) / 3) * 2, "nothing divides the loss"),  # labels of this micro-batch alone
         (lambda x: mean(x) / 2 / 2, "again by the Trainer"),
         (lambda x: mean(x) / 2, ""),
         (lambda x: mean(x) * 0.5, ""),

@@ -169,8 +169,7 @@ class ForwardDetector:
         self.reached: set[int] = set()
         """Of these layers the ones whose output had a gradient."""
         self.recomputed: set[int] = set()
-        self.dropouts: set[bool] = set()
-        """Whether dropouts whose output is trained through were on, or their model in training mode."""
+        self.dropouts = set[bool]()  # whether those that are trained through were on, or their model in training mode
 
     def start(self, model: Any) -> None:
         self.recomputes, self.model = False, model

@@ -6,6 +6,7 @@ A run that does not match its preset ends here, with both values of each differe
 import contextlib
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,17 +69,9 @@ UNFROZEN_HINT = (
 SAME_ROWS = "warning: all ranks train on the same rows: let accelerate prepare the loader, or use `DistributedSampler`"
 OTHER_SIZES = "warning: ranks have batches of {} rows: the mean of their gradients weighs rows differently"
 NO_DROPOUT = "warning: every dropout is off in the first step: the model is in eval mode, `model.train()` ends it"
-LABELED_PADDING = (
-    "note: tokens that `attention_mask` hides have labels, and a model's own loss counts them; a label of -100 does not"
-)
-FRESH_OPTIMIZER = (
-    "warning: the optimizer began anew, and the training after step {}: the checkpoint has no optimizer states, or they"
-    " were not loaded"
-)
-RATE_OF_ZERO = (
-    "warning: the learning rate is 0 since step {}, so that nothing is trained: the schedule is shorter than the"
-    " training; accelerate advances a prepared one by a step for each rank"
-)
+LABELED_PADDING = "note: tokens that `attention_mask` hides have labels, and the model's own loss counts them"
+FRESH_OPTIMIZER = "warning: the optimizer began anew after step {}: its states were not saved, or not loaded"
+RATE_OF_ZERO = "warning: the learning rate is 0 since step {}; accelerate steps a prepared schedule once for each rank"
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -102,8 +95,7 @@ class Verification:
         """Parameters that have a gradient in the first step that is not sparse, by identity."""
         gather = functools.partial(gather_from_ranks, single_process=run.single_process)
         self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
-        self.zero_rates: int | None = None
-        """Steps in a row whose learning rates are all 0; None before there was another rate."""
+        self.zero_rates = -math.inf  # steps in a row whose learning rates are all 0, once there was another rate
         self.trains_apart = False  # once a difference between ranks was reported
         self._expect_first_step()
 
@@ -114,10 +106,8 @@ class Verification:
         self.gradients: RankReading | None = None
         self.accumulated = RankReading.of(accumulate=None)
         self.loss_graph: LossGraph | None = None
-        self.without_gradient: list[str] = []
-        self.labels_padding = False
-        self.scale_warning: str | None = None
-        """How the first loss is divided for accumulation, once it is read; empty where nothing is wrong with it."""
+        self.reached, self.labels_padding = set[int](), False  # parameters with a gradient, by identity
+        self.scale_warning: str | None = None  # how the first loss is divided, once it is read; empty if as it should
         self.documents: list[KernelRow] | None = None
 
     def begin_training(self, step: int) -> None:
@@ -139,13 +129,10 @@ class Verification:
         self.timer.restart_clock()
 
     def before_loss(self, inputs: Any) -> None:
-        """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective.
-
-        Of somebody's script, the labels of the first step's batches are looked at too.
-        """
-        encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # its labels are not those
-        if self.reading is None and self.parts.expected.of_script and not encodes:
-            self.labels_padding = self.labels_padding or labels_padding(inputs)
+        """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
+        if self.reading is None and self.parts.expected.of_script:
+            encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # other tokens' labels
+            self.labels_padding |= not encodes and labels_padding(inputs)
         if self.documents is None:
             expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
             skips = expected.layout or expected.layout_at_load or config or not self.timer.untimed_steps
@@ -183,19 +170,16 @@ class Verification:
         if self.gradients is None:
             trained = [p for p in self.trainer.model_wrapped.parameters() if p.grad is not None]
             self.with_gradient = {id(p) for p in trained if not p.grad.is_sparse}
-            self.without_gradient = self._without_gradient({id(p) for p in trained})
+            self.reached = {id(p) for p in trained}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
-
-    def _without_gradient(self, reached: set[int]) -> list[str]:
-        """The trained parameters that the first step does not reach, by name; none where the engine holds gradients."""
-        trained = [(clean_name(name), p) for name, p in self.plain.named_parameters() if p.requires_grad]
-        hides = not reached or live_engine(self.trainer.model_wrapped).reduces_itself
-        return [] if hides else [name for name, p in trained if id(p) not in reached]
 
     def end_step(self, number: int) -> None:
         """Read everything else after the first step, and verify it. Collective there, and in the first that updates."""
         if number != self.first_step:
-            self._warn_of_rate_zero(number)
+            has_rate = any(not isinstance(rate, float) or rate for rate in self.replicas.rates)
+            self.zero_rates = 0 if has_rate else self.zero_rates + 1
+            if self.zero_rates == 2:
+                print(f"{RATE_OF_ZERO.format(number - 1)}\n" * self.run.writes, end="", flush=True)
             # a warm-up from 0 leaves the weights equal, whatever the ranks' gradients are
             first_rates = self.reading.learning_rates if self.reading and not self.replica_checks else None
             if first_rates and not any(first_rates) and any(self.replicas.rates):
@@ -224,16 +208,6 @@ class Verification:
         self.verify(self.reading)
         self.progress.enter("train")
         self.timer.restart_clock()
-
-    def _warn_of_rate_zero(self, number: int) -> None:
-        """Print a line in the second step in a row without a learning rate, after one that had one."""
-        rates = self.replicas.rates
-        if not all(isinstance(rate, float) for rate in rates) or any(rates):
-            self.zero_rates = 0 if rates else None
-        elif self.zero_rates is not None:
-            self.zero_rates += 1
-            if self.zero_rates == 2:
-                print(f"{RATE_OF_ZERO.format(number - 1)}\n" * self.run.writes, end="", flush=True)
 
     def check_replicas(self, step: int) -> None:
         """Compare the ranks again, at a save and at the end; raise where only now they differ. Collective."""
@@ -307,10 +281,11 @@ class Verification:
 
     def _lines_of_training(self, reading: RankReading) -> list[str]:
         """What the first step shows of training that is not what the script's author may think."""
-        lines, missed = [self.scale_warning] if self.scale_warning else [], self.without_gradient
-        if missed:
-            more = f" and {len(missed) - 1} more" * (len(missed) > 1)
-            lines.append(f"note: trained, and without a gradient in the first step: {missed[0]}{more}")
+        lines, missed = [self.scale_warning] if self.scale_warning else [], list[str]()
+        if self.reached and not live_engine(self.trainer.model_wrapped).reduces_itself:
+            trained = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad]
+            missed = [clean_name(name) for name, p in trained if id(p) not in self.reached]
+        lines += [f"note: trained, without a gradient in the first step ({len(missed)}): {name}" for name in missed[:1]]
         lines += [LABELED_PADDING] * self.labels_padding
         lines += [NO_DROPOUT] * (self.forwards.dropouts == {False})
         lines += [FRESH_OPTIMIZER.format(self.first_step - 1)] * (self.first_step > 1 == reading.optimizer_steps)
