@@ -23,8 +23,8 @@ def scale_warning(loss: Any, steps: int, *, by_accelerate: bool, items: Any = No
         return ""
     of_rank = float(items) / (dist.get_world_size() if dist.is_initialized() else 1)
     return (
-        f"warning: nothing divides the loss, a mean over each micro-batch, by {name}: divide it by `num_items_in_batch`,"
-        " or let the Trainer divide, `trainer.model_accepts_loss_kwargs = False`"
+        f"warning: nothing divides the loss, a mean over each micro-batch, by {name}: divide it by `num_items_in_batch`"
+        ", or let the Trainer divide, `trainer.model_accepts_loss_kwargs = False`"
     ) * _is_mean(loss.grad_fn, (steps, float(items), of_rank))
 
 
