@@ -11,7 +11,7 @@ import torch
 from launching import ROOT, SCRIPTS, accelerate_launch, cpu_environment, nightly_launch, read, run_warm
 
 from toolkit.errors import ToolkitError
-from toolkit.observe.accelerate_loop import observe_loop
+from toolkit.observe.accelerate_loop import STAYS_IN_EVAL, observe_loop
 from toolkit.observe.observer import observe
 from toolkit.observe.verify.verification import OTHER_SIZES, SAME_ROWS
 from toolkit.record.folder import RunFolder
@@ -77,14 +77,20 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
 
 @nightly_launch
 @pytest.mark.parametrize(
-    ("mode", "warning"), [("own_loader", SAME_ROWS), ("other_size", OTHER_SIZES.format("2 and 3")), ("plain", "")]
+    ("mode", "warning"),
+    [
+        ("own_loader", SAME_ROWS),
+        ("other_size", OTHER_SIZES.format("2 and 3")),
+        ("twice", "warning: the loss is divided by gradient_accumulation_steps (2) by the script, and again by acc"),
+        ("stays", STAYS_IN_EVAL.format(5)),
+        ("plain", ""),
+    ],
 )
-def test_ranks_with_the_same_rows_or_batches_of_other_sizes_are_named(mode: str, warning: str, tmp_path: Path) -> None:
-    ended = launched("ddp", mode, tmp_path, "--stop-after-steps", "2")
+def test_what_a_loop_trains_otherwise_than_it_seems_is_named(mode: str, warning: str, tmp_path: Path) -> None:
+    ended = launched("ddp", mode, tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert [line for line in ended.stdout.splitlines() if "rows" in line and "warning" in line] == [warning] * bool(
-        warning
-    )
+    named = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
+    assert [line.startswith(warning) for line in named] == [True] * bool(warning), named
 
 
 @pytest.mark.launch

@@ -65,6 +65,18 @@ LORA = {
     **{"lora_fp32": ("input_grads",), "lora_bf16": ("bf16_model", "bf16_flag"), "lora_auto": ("bf16_model",)},
     "kbit_prepare": ("kbit",),  # the model is not quantized, so peft switches no checkpointing on
 }
+# What no library says of training that goes on: the warning, and the line about it alone.
+SILENT = {
+    "twice": "warning: the loss is divided by gradient_accumulation_steps (2) by the script, and again by the Trainer",
+    "never": "warning: nothing divides the loss, a mean over each micro-batch, by gradient_accumulation_steps (2)",
+    "eval": "warning: every dropout is off in the first step",
+    "order": "note: each epoch has the same order (2 steps)",
+    "padding": "note: tokens that `attention_mask` hides have labels",
+    "adapters": "note: trained, without a gradient in the first step (1): adapter.weight",
+    "schedule": "warning: the learning rate is 0 since step 5",
+    "resume": "warning: the optimizer began anew after step 4",
+    "averages": "",
+}
 QUICK = [
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1)
 ]
@@ -138,6 +150,15 @@ def test_a_script_does_observed_what_it_does_alone(case: Case, tmp_path: Path) -
     assert all(read_rows(folder.rank_rows(0)) for folder in folders)
     if case.code and alone is not None:
         assert text.count(TRACEBACK) <= alone.stderr.count(TRACEBACK)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("fault", ["twice", *nightly(*(fault for fault in SILENT if fault != "twice"))])
+def test_what_trains_otherwise_than_it_seems_is_named_and_nothing_else(fault: str, tmp_path: Path) -> None:
+    ended = launch("silent", tmp_path / "out", fault, run=tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    named = [line for line in ended.stdout.splitlines() if line.startswith(("warning", "note"))]
+    assert [line.startswith(SILENT[fault]) for line in named] == [True] * bool(SILENT[fault]), named
 
 
 @nightly_launch

@@ -71,8 +71,8 @@ def observed(mode, folder):
         with torch.no_grad():
             correct = sum((model(batch["input_ids"]).argmax(-1) == batch["labels"]).sum() for batch in held_out)
         print(f"{int(correct)} correct")
-        model.train()
-        if mode in ("late", "workers"):  # an epoch later
+        model.train(mode != "stays")
+        if mode in ("late", "workers", "stays"):  # an epoch later
             train(mode, accelerator, model, optimizer, loader)
     if mode in ("late", "workers"):
         assert all(batch.keys() == {"input_ids", "attention_mask", "labels"} for batch in loader)
@@ -85,6 +85,7 @@ def train(mode, accelerator, model, optimizer, loader):
     for number, batch in enumerate(batches):
         with accelerator.accumulate(model):
             loss = torch.nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
+            loss = loss / accelerator.gradient_accumulation_steps if mode == "twice" else loss
             accelerator.backward(loss)
             if accelerator.sync_gradients and mode != "unclipped":
                 accelerator.clip_grad_norm_(model.parameters(), 0.5 if mode == "contradicts" else 1.0)

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.engines.live_engine import live_engine
 from toolkit.errors import ToolkitError
@@ -45,6 +46,7 @@ from toolkit.presets.preset import load_preset
 from toolkit.presets.spec import PresetSpec
 from toolkit.record import status
 
+STAYS_IN_EVAL = "warning: from step {} on the model trains in eval mode, without dropout: `model.train()` ends it"
 _LATE_BATCHES = 64  # that a loop may fetch before it trains on them
 
 
@@ -58,6 +60,13 @@ class LoopedTraining:
     untimed_steps: int = UNTIMED_STEPS
     stop_after_steps: int | None = None
     prepared: bool = False  # the launcher has made the run folder this run's own
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Batch:
+    facts: BatchFacts
+    storages: set[StorageWeakRef]  # of its tensors; a new one never equals one that is gone
+    evaluated: bool = False  # a forward that is not trained on has seen it
 
 
 class ObservedLoop:
@@ -101,10 +110,10 @@ class ObservedLoop:
             verification=Verification(self.run, parts, timer, trainer=self, strict=strict),
         )
         self.count = functools.partial(tensor_facts, label_shift=label_shift_of(self.model))
-        self.batches: deque[tuple[BatchFacts, set[int]]] = deque(maxlen=_LATE_BATCHES)
-        """Batches that the loop has, with the addresses of their tensors, until a forward sees them."""
+        self.batches: deque[_Batch] = deque(maxlen=_LATE_BATCHES)  # which no forward has trained on
         self.forwarded: list[BatchFacts] = []
         self.trains_in_mode: bool | None = None  # `model.training` in the loop's first forward
+        self.modes: set[bool] = set()  # those of the forwards that may be trained on since the last backward
         self.between_steps, self.clock_restarted = True, False
         self.reduces_itself = live_engine(model).reduces_itself
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
@@ -141,14 +150,18 @@ class ObservedLoop:
                 return
             batch, facts = counted
             if facts is not None:
-                self.batches.append((facts, _addresses(batch)))
+                self.batches.append(_Batch(facts=facts, storages=_storages(batch)))
             yield batch
 
     def _on_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         progress = self.run.progress
         if self.trains_in_mode is None and torch.is_grad_enabled():
             self.trains_in_mode = module.training
+        self.modes |= {module.training} if torch.is_grad_enabled() else set()
+        seen = self._seen_batches((args, kwargs))
         if not torch.is_grad_enabled() or module.training != self.trains_in_mode:
+            for batch in seen:
+                batch.evaluated = True
             self._leave_step("evaluate")
             return
         self.observer.before_loss(module, kwargs)
@@ -157,17 +170,18 @@ class ObservedLoop:
         if self.between_steps and not self.clock_restarted:
             self.observer.timer.restart_clock()
         self.between_steps = self.clock_restarted = False
-        seen, forwarded = _addresses((args, kwargs)), len(self.forwarded)
-        for known in reversed(tuple(self.batches)):  # an older batch may have had the same memory
-            if known[1] & seen:
-                seen -= known[1]
-                self.batches.remove(known)
-                self.forwarded.append(known[0])
-        if len(self.forwarded) == forwarded and len(self.batches) == 1:  # copied, by `.to()` or a cast
-            self.forwarded.append(self.batches.pop()[0])
-        if seen and not self.step and len(self.forwarded) == forwarded:  # of a loader that is not prepared
+        for batch in seen:
+            self.batches.remove(batch)
+            self.forwarded.append(batch.facts)
+        if not (seen or self.step or self.forwarded):  # of a loader that is not prepared
             self.observer.timer.first_batches.append(self.count((), (args, kwargs)).sha256)
         progress.phase, progress.micro_steps = "forward", progress.micro_steps + 1
+
+    def _seen_batches(self, value: Any) -> list[_Batch]:
+        """The batches that a forward sees: by their storages, or else the only new one, copied by `.to()` or a cast."""
+        storages = _storages(value)
+        new = [batch for batch in self.batches if not batch.evaluated]
+        return [batch for batch in self.batches if batch.storages & storages] or new * (len(new) == 1)
 
     def _leave_step(self, phase: str) -> None:
         if self.run.progress.phase != phase:
@@ -175,7 +189,13 @@ class ObservedLoop:
         self.between_steps, self.clock_restarted = True, False
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
+        if self.modes == {not self.trains_in_mode}:
+            self.trains_in_mode = not self.trains_in_mode
+            if self.run.writes and not self.trains_in_mode:
+                print(f"{STAYS_IN_EVAL.format(self.step + 1)}\n", end="", flush=True)
+        self.modes.clear()
         self.observer.after_loss(loss)
+        self.observer.verification.before_backward(loss, self.accelerator.gradient_accumulation_steps)
         self.observer.timer.add_loss(loss.detach() / self.accelerator.gradient_accumulation_steps)
         self._add_batches()
         backward(loss, **kwargs)
@@ -325,8 +345,8 @@ def warn_of_unobserved_loops(trains: Callable[[], bool], *, rank: int) -> None:
     Accelerator.backward = warned
 
 
-def _addresses(value: Any) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(value)}
+def _storages(value: Any) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for _, tensor in named_tensors(value)}
 
 
 def _iterate_observed(loader: Any) -> Iterator[Any]:

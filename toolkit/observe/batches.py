@@ -91,6 +91,14 @@ def label_shift_of(model: Any) -> int | None:
     return 0 if name.endswith(("ForTokenClassification", "ForMaskedLM")) else None
 
 
+def labels_padding(inputs: Any) -> bool:
+    """Return True if a batch has labels where its `attention_mask` hides a token, which a model's own loss counts."""
+    labels, mask = (dict(named_tensors(inputs)).get(name) for name in ("labels", "attention_mask"))
+    if labels is None or mask is None or labels.shape != mask.shape or labels.dim() != 2:
+        return False
+    return not labels.is_floating_point() and bool(((labels != IGNORED) & (mask == 0)).any())
+
+
 class ObservedCollator:
     """Our own script's collator, which adds `BatchFacts` to each batch under `BATCH_FACTS`."""
 

@@ -33,7 +33,7 @@ from toolkit.record.kernel_table import table_lines
 from toolkit.record.measurements import drop_rows_after, measure, read_steps
 from toolkit.record.run_files import SaveRecord, describe_slowest_save
 from toolkit.record.timeline import Moment, measure_goodput, read_timeline
-from toolkit.record.training_progress import signs_of_divergence
+from toolkit.record.training_progress import repeated_epoch, signs_of_divergence
 from toolkit.units import number
 
 # A network file system may answer from its cache for some seconds.
@@ -128,6 +128,8 @@ class ObservedRun:
             print(line, flush=True)
         if (slowest := describe_slowest_save(saves)) is not None:
             print(slowest, flush=True)
+        if period := repeated_epoch(steps):
+            print(f"note: each epoch has the same order ({period} steps); `set_epoch` changes it", flush=True)
         done = "done"
         if signs:
             done = "done, but it may have diverged"

@@ -167,12 +167,14 @@ class TrainerHooks:
 
     def __init__(self, trainer: Any, observer: Observer) -> None:
         self.trainer, self.observer = trainer, observer
+        self.items: Any = None  # labels of the step in progress, over all ranks, where the Trainer counts them
 
     def install(self) -> None:
         """Stand for the methods until the observer leaves. Raises ToolkitError where the Trainer lacks one."""
         check_methods(self.trainer)
         for name in OBSERVED_METHODS:
             self.observer.undo.append(wrap_method(self.trainer, name, getattr(self, name)))
+        self.observer.undo.append(wrap_method(self.trainer.accelerator, "backward", self.backward))
 
     def train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         observer, iterate = self.observer, DataLoaderShard.__iter__
@@ -204,9 +206,14 @@ class TrainerHooks:
         timer = self.observer.timer
         timer.end_data()
         timer.begin_wait()  # tokens are counted over all ranks
-        number = count(*args, **kwargs)
+        self.items = count(*args, **kwargs)
         timer.end_wait()
-        return number
+        return self.items
+
+    def backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = getattr(self.trainer, "current_gradient_accumulation_steps", 1)
+        self.observer.verification.before_backward(loss, steps, items=self.items)
+        return backward(loss, *args, **kwargs)
 
     def training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         observer, progress = self.observer, self.observer.progress

@@ -117,3 +117,10 @@ def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | Non
     if (untrained := untrained_steps(steps)) and untrained[0] > steps[0][0].step:
         signs.append("grad_norm was exactly 0 in steps {} to {}".format(*untrained))
     return signs
+
+
+def repeated_epoch(steps: list[list[StepRow]]) -> int | None:
+    """Return the steps of an epoch whose batches, in their order, every later one has; None where they differ."""
+    batches = [[row.batch_sha256 for row in step] for step in steps]
+    period = next((n for n in range(2, len(batches) - 2) if batches[n] == batches[0]), None)
+    return period if period and any(batches[0]) and batches[period:] == batches[:-period] else None

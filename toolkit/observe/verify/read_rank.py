@@ -169,9 +169,10 @@ class ForwardDetector:
         self.reached: set[int] = set()
         """Of these layers the ones whose output had a gradient."""
         self.recomputed: set[int] = set()
+        self.dropouts = set[bool]()  # whether those that are trained through were on, or their model in training mode
 
     def start(self, model: Any) -> None:
-        self.recomputes = False
+        self.recomputes, self.model = False, model
         self.of_model = {id(module) for module in model.modules()}
         for block in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
             for module in block.modules():
@@ -199,6 +200,8 @@ class ForwardDetector:
             hidden = output[0] if isinstance(output, tuple) and output else output
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
                 hidden.register_hook(lambda _: self.reached.add(id(module)))
+        if isinstance(module, torch.nn.Dropout) and module.p and id(module) in self.of_model and output.requires_grad:
+            self.dropouts.add(module.training or self.model.training)
         if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
             self.linear_dtypes.add(tensors.dtype_name(output.dtype))
 

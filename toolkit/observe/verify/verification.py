@@ -6,6 +6,7 @@ A run that does not match its preset ends here, with both values of each differe
 import contextlib
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.engines.live_engine import live_engine
-from toolkit.engines.tensors import compiled_modules, compute_dtype, dtype_names, num_trainable_params
+from toolkit.engines.tensors import clean_name, compiled_modules, compute_dtype, dtype_names, num_trainable_params
 from toolkit.engines.zero_live import remove_shared_buffer
 from toolkit.errors import AttestationFailed
+from toolkit.observe.batches import labels_padding
 from toolkit.observe.kernels.packed_documents import document_rows
 from toolkit.observe.kernels.read_kernels import LossGraph, kernel_rows
 from toolkit.observe.observed_run import ObservedRun, gather_from_ranks
@@ -44,6 +46,7 @@ from toolkit.observe.verify.differences import (
     replica_differences,
 )
 from toolkit.observe.verify.expected import expected_bytes, expected_values, known_optimizer
+from toolkit.observe.verify.loss_scale import scale_warning
 from toolkit.observe.verify.read_rank import ForwardDetector, read_accumulated, read_gradients, read_rank
 from toolkit.observe.verify.replicas import ReplicaCheck
 from toolkit.observe.verify.weights_digest import weights_digest
@@ -65,6 +68,10 @@ UNFROZEN_HINT = (
 )
 SAME_ROWS = "warning: all ranks train on the same rows: let accelerate prepare the loader, or use `DistributedSampler`"
 OTHER_SIZES = "warning: ranks have batches of {} rows: the mean of their gradients weighs rows differently"
+NO_DROPOUT = "warning: every dropout is off in the first step: the model is in eval mode, `model.train()` ends it"
+LABELED_PADDING = "note: tokens that `attention_mask` hides have labels, and the model's own loss counts them"
+FRESH_OPTIMIZER = "warning: the optimizer began anew after step {}: its states were not saved, or not loaded"
+RATE_OF_ZERO = "warning: the learning rate is 0 since step {}; accelerate steps a prepared schedule once for each rank"
 # Where the weights are trained in another dtype, their gradients and optimizer states are in that too.
 FOLLOWING_MASTERS = ("gradient_dtype", "reduce_dtype", "optimizer_dtype")
 # transformers 5.19 has the second alone; 5.23 has both.
@@ -88,6 +95,7 @@ class Verification:
         """Parameters that have a gradient in the first step that is not sparse, by identity."""
         gather = functools.partial(gather_from_ranks, single_process=run.single_process)
         self.replicas, self.replica_checks = ReplicaCheck(trainer, gather), list[Values]()
+        self.zero_rates = -math.inf  # steps in a row whose learning rates are all 0, once there was another rate
         self.trains_apart = False  # once a difference between ranks was reported
         self._expect_first_step()
 
@@ -98,6 +106,8 @@ class Verification:
         self.gradients: RankReading | None = None
         self.accumulated = RankReading.of(accumulate=None)
         self.loss_graph: LossGraph | None = None
+        self.reached, self.labels_padding = set[int](), False  # parameters with a gradient, by identity
+        self.scale_warning: str | None = None  # how the first loss is divided, once it is read; empty if as it should
         self.documents: list[KernelRow] | None = None
 
     def begin_training(self, step: int) -> None:
@@ -120,6 +130,9 @@ class Verification:
 
     def before_loss(self, inputs: Any) -> None:
         """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
+        if self.reading is None and self.parts.expected.of_script:
+            encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # other tokens' labels
+            self.labels_padding |= not encodes and labels_padding(inputs)
         if self.documents is None:
             expected, config = self.parts.expected, getattr(self.trainer.accelerator, "parallelism_config", None)
             skips = expected.layout or expected.layout_at_load or config or not self.timer.untimed_steps
@@ -133,6 +146,13 @@ class Verification:
             checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
             with contextlib.suppress(Exception):  # a kind of node that is not known must not end the run
                 self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
+
+    def before_backward(self, loss: Any, steps: int, *, items: Any = None) -> None:
+        """Read how the first loss is divided by the accumulation steps; accelerate's own are 1 under a Trainer."""
+        if self.scale_warning is None:
+            self.scale_warning, by_accelerate = "", self.trainer.accelerator.gradient_accumulation_steps > 1
+            with contextlib.suppress(Exception):  # nor here
+                self.scale_warning = scale_warning(loss, steps, by_accelerate=by_accelerate, items=items)
 
     @property
     def plain(self) -> Any:
@@ -150,11 +170,16 @@ class Verification:
         if self.gradients is None:
             trained = [p for p in self.trainer.model_wrapped.parameters() if p.grad is not None]
             self.with_gradient = {id(p) for p in trained if not p.grad.is_sparse}
+            self.reached = {id(p) for p in trained}
             self.gradients = read_gradients(self.trainer, self.parts.reduce_dtype)
 
     def end_step(self, number: int) -> None:
         """Read everything else after the first step, and verify it. Collective there, and in the first that updates."""
         if number != self.first_step:
+            has_rate = any(not isinstance(rate, float) or rate for rate in self.replicas.rates)
+            self.zero_rates = 0 if has_rate else self.zero_rates + 1
+            if self.zero_rates == 2:
+                print(f"{RATE_OF_ZERO.format(number - 1)}\n" * self.run.writes, end="", flush=True)
             # a warm-up from 0 leaves the weights equal, whatever the ranks' gradients are
             first_rates = self.reading.learning_rates if self.reading and not self.replica_checks else None
             if first_rates and not any(first_rates) and any(self.replicas.rates):
@@ -242,6 +267,7 @@ class Verification:
             lines += [SAME_ROWS] * (self.parts.expected.of_script and len(rows) == 1 < len(ranks))
             sizes = sorted({rank.batch_size for rank in ranks if rank.batch_size})
             lines += [OTHER_SIZES.format(" and ".join(map(str, sizes)))] * (len(sizes) > 1)
+            lines += self._lines_of_training(reading) if self.parts.expected.of_script else []
             not_as_asked = [kernel for kernel in attestation["kernels"] if kernel["verdict"] == DIFFERS]
             lines += table_lines(not_as_asked, "warning: kernels")
             print("".join(f"{line}\n" for line in lines), end="", flush=True)  # in one piece: another thread prints too
@@ -252,6 +278,18 @@ class Verification:
             raise AttestationFailed(
                 f"the run does not match its preset and arguments: {first}", hint=f"{hint}all values are in {path}"
             )
+
+    def _lines_of_training(self, reading: RankReading) -> list[str]:
+        """What the first step shows of training that is not what the script's author may think."""
+        lines, missed = [self.scale_warning] if self.scale_warning else [], list[str]()
+        if self.reached and not live_engine(self.trainer.model_wrapped).reduces_itself:
+            trained = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad]
+            missed = [clean_name(name) for name, p in trained if id(p) not in self.reached]
+        lines += [f"note: trained, without a gradient in the first step ({len(missed)}): {name}" for name in missed[:1]]
+        lines += [LABELED_PADDING] * self.labels_padding
+        lines += [NO_DROPOUT] * (self.forwards.dropouts == {False})
+        lines += [FRESH_OPTIMIZER.format(self.first_step - 1)] * (self.first_step > 1 == reading.optimizer_steps)
+        return lines
 
     def differences(self, expected: Values, ranks: list[RankReading], norms: list[Values]) -> list[Difference]:
         """Return where the readings of all ranks, or their gradient norms, are not as expected."""
