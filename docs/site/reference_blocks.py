@@ -33,7 +33,7 @@ from toolkit.job.argument_fields import DataArguments, ModelArguments
 from toolkit.job.job import Job
 from toolkit.lint.findings import LEVELS, LintRule
 from toolkit.lint.rules import RULES
-from toolkit.models.optimizers import OPTIMIZERS, UpdatedTensor, optimizer_spec
+from toolkit.models.optimizers import OF_SCRIPTS, OPTIMIZERS, UpdatedTensor, optimizer_spec
 from toolkit.presets import Preset, list_presets
 from toolkit.presets.characteristics import characteristics
 from toolkit.presets.support import unsupported
@@ -169,7 +169,7 @@ def _preset_row(preset: Preset) -> list[str]:
 def optimizer_table() -> str:
     """Return the optimizers below the presets that they work under, with the bytes of their states per parameter."""
     names: dict[str, dict[str, list[str]]] = {}
-    for optim in OPTIMIZERS:
+    for optim in (each for each in OPTIMIZERS if each not in OF_SCRIPTS):
         names.setdefault(_presets_of_optimizer(optim), {}).setdefault(_state_size(optim), []).append(f"`{optim}`")
     return "\n".join(
         f"- {presets}:\n" + "\n".join(f"    - {size} bytes: {', '.join(each)}" for size, each in by_size.items())

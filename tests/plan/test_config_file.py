@@ -110,16 +110,19 @@ def test_oft_of_a_file_is_planned_in_its_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "optim", "arguments", "targets"),
     [
+        ("optimizer: dion\ndion_rank_fraction: 0.5\n", "dion", None, []),  # axolotl passes on `optim_args` alone
+        ("optimizer: dion\noptim_args: {rank_fraction: 0.25}\n", "dion", "rank_fraction=0.25", []),
         ("use_galore: true\n", "galore_adamw", "rank=16,proj_type=std", ["(?!lm_head).*"]),
         ("use_galore: true\ngalore_target: mlp,q_proj\ngalore_rank: 8\noptim: paged_adamw_8bit\n",
          "galore_adamw_8bit", "rank=8,proj_type=std", ["mlp", "q_proj"]),
         ("use_apollo: true\napollo_rank: 64\n", "apollo_adamw", "rank=64,proj_type=std,proj=random", ["(?!lm_head).*"]),
     ],
 )  # fmt: skip
-def test_llama_factorys_own_low_rank_optimizers_are_planned_as_what_they_keep(
-    text: str, optim: str, arguments: str, targets: list[str], tmp_path: Path
+def test_low_rank_optimizers_of_another_program_are_planned_as_what_they_keep(
+    text: str, optim: str, arguments: str | None, targets: list[str], tmp_path: Path
 ) -> None:
-    options = planned(tmp_path, "l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\n{text}")
+    base = FULL if "dion" in text else f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\n"
+    options = planned(tmp_path, "l.yaml", f"{base}{text}")
     assert (options.optim, options.optim_args, list(options.optim_target_modules or ())) == (optim, arguments, targets)
 
 

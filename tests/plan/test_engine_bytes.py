@@ -86,9 +86,9 @@ def test_planned_bf16_states_are_those_that_deepspeed_holds(tmp_path: Path) -> N
 
 
 def test_each_class_of_optimizer_is_compared() -> None:
-    """Those of schedulefree, GaLore and APOLLO are compared in tests/models/test_optimizers.py."""
+    """Those of schedulefree, dion, GaLore and APOLLO are compared in tests/models/test_optimizers.py."""
     here = {name: each.class_name for name, each in OPTIMIZERS.items() if not is_low_rank(name)}
-    classes = {name for name in here.values() if not name.startswith("schedulefree.")}
+    classes = {name for name in here.values() if not name.startswith(("schedulefree.", "dion."))}
     compared = {OPTIMIZERS[optim].class_name for _, _, optim in [*OPTIMIZED, *BY_TORCHAO]}
     assert classes - {OPTIMIZERS[DEFAULT_OPTIMIZER].class_name} == compared
 

@@ -326,8 +326,10 @@ def state_bytes(
 
     def held(tensor: Tensor, count: int) -> UpdatedTensor:
         first, *others = tensor.shape or (1,)
+        rows = first * share(tensor) // max(tensor.num_elements, 1)
         return UpdatedTensor(
-            shape=(first * share(tensor) // max(tensor.num_elements, 1), *others),
+            shape=(rows, *others),
+            whole_rows=first if rows < first else 0,
             count=count,
             is_embedding=tensor.is_embedding,
             is_hidden_matrix=tensor.is_linear_weight and tensor not in outer,

@@ -21,7 +21,7 @@ from toolkit.job.global_batch import check_global_batch, check_scaling
 from toolkit.job.job import Compilation, Job
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.models.attention import KERNEL, attention_words, missing_attention_package
-from toolkit.models.optimizers import MUON, OPTIMIZERS, parse_optimizer_arguments
+from toolkit.models.optimizers import MUON, OF_SCRIPTS, OPTIMIZERS, parse_optimizer_arguments
 from toolkit.versions import is_importable
 
 # Training arguments that a comparison sets, the same for every trial, and the options that stand for them.
@@ -87,10 +87,21 @@ def check_values(job: Job, *, on_cpu: bool) -> None:
 
 def _check_words(job: Job) -> None:
     words = argument_words()
+    check_trained_optimizer(job.optim)
     for name in job.given:
         for each in as_list(job.value(name)) if name in words else ():
             for word in each.split() if name == "debug" else [each]:
                 check_word(f"--{name}", word, words[name])
+
+
+def check_trained_optimizer(optim: str) -> None:
+    """Raise ToolkitError for an optimizer that is planned, and that the Trainer does not make by a name."""
+    if optim in OF_SCRIPTS:
+        raise ToolkitError(
+            f"--optim {optim} is for `toolkit plan` alone: transformers has no such optimizer",
+            hint=f"make a {OPTIMIZERS[optim].class_name} in the `create_optimizer` of a script's Trainer, and run it:"
+            " `toolkit train --script FILE`",
+        )
 
 
 def _check_ranges(job: Job) -> None:

@@ -5,7 +5,8 @@
     [134217728, 34080768, 32768]
 
 The planner adds these bytes up for the tensors of a model, and the run-time verification for the live ones. Every other
-optimizer of transformers runs too, and is neither planned nor verified by name: `NOT_PLANNED` says why.
+optimizer of transformers runs too, and is neither planned nor verified by name: `NOT_PLANNED` says why. Those of
+Microsoft's `dion` are planned alone: a script makes them itself.
 Read in the sources of torch 2.13, transformers 5.23, bitsandbytes 0.50.2 and torchao 0.18.
 """
 
@@ -22,6 +23,9 @@ MIN_QUANTIZED_ELEMENTS = 4096
 # Elements that share one fp32 scale: bitsandbytes' `blocksize`; torchao's, as transformers sets it for 4 and 8 bits.
 BLOCK_ELEMENTS = 256
 MUON = "muon"  # the toolkit's own name: transformers has no Muon
+# Classes of Microsoft's dion, at 0a059a4 of 2026-08, which a script makes: the Trainer has no name for them. Papers:
+# https://arxiv.org/abs/2504.05295 (Dion), 2512.16928 (Dion2), 2510.05491 (NorMuon).
+OF_SCRIPTS = {"dion": "Dion", "dion2": "Dion2", "dion3": "NorDion2", "normuon": "NorMuon"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,7 @@ class UpdatedTensor:
     is_embedding: bool = False  # the weight of an embedding, which a tied head shares
     is_hidden_matrix: bool = False  # the trained weight of a linear layer other than the head
     is_projected: bool = False  # GaLore or APOLLO keeps states of a projection of its gradient
+    whole_rows: int = 0  # rows of the matrix of which FSDP2 has given this rank a part; 0 for a whole one
 
     @property
     def num_elements(self) -> int:
@@ -102,6 +107,27 @@ def _adafactor(tensor: UpdatedTensor) -> dict[str, int]:
     return {"float32": FP32_BYTES * (math.prod(outer) + math.prod(outer[:-1]) * columns)}
 
 
+def _of_hidden(optim: str, *, fraction: float = 1.0, multiple: int = 1, others: int = 2) -> _States:
+    """Momentum of hidden matrices, and more under Dion and NorMuon; AdamW's two states of all others, or Lion's one.
+
+    Dion's Q has as many columns as its rank, and the columns of a matrix for rows; or the rows, if it is transposed,
+    as a wide one is, and every one that FSDP2 shards by rows (`_init_opt_state_dion`).
+    """
+
+    def held(tensor: UpdatedTensor) -> dict[str, int]:
+        if not tensor.is_hidden_matrix:
+            return _fp32(others)(tensor)
+        rows, columns = tensor.shape
+        more = rows if optim in ("dion3", "normuon") else 0  # the variance of each row
+        if optim == "dion":
+            shorter = min(tensor.whole_rows or rows, columns)
+            rank = min(multiple * math.ceil(fraction * shorter / multiple), shorter)
+            more = rank * (rows if tensor.whole_rows else shorter)
+        return {"float32": FP32_BYTES * (tensor.num_elements + more)}
+
+    return held
+
+
 def _projected(states: _States, *, rank: int, proj_type: str, limited: bool) -> _States:
     """States of a projection of matrices, and the projection itself (galore-torch 1.0; apollo-torch 1.0.3).
 
@@ -162,8 +188,8 @@ _ALL = (
     *_bitsandbytes("Lion", 1, "lion_32bit lion_8bit paged_lion_32bit paged_lion_8bit"),
     *_bitsandbytes("AdEMAMix", 3, "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"),
     *_bitsandbytes("RMSprop", 1, "rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit"),
-    # Momentum of hidden matrices; AdamW's two states of embeddings, head and norms.
-    _torch(MUON, "toolkit.MuonWithAdamW", lambda each: _fp32(1 if each.is_hidden_matrix else 2)(each)),
+    _torch(MUON, "toolkit.MuonWithAdamW", _of_hidden(MUON)),
+    *(_torch(optim, f"dion.{name}", _of_hidden(optim)) for optim, name in OF_SCRIPTS.items()),
     _torch("adagrad", "torch.Adagrad", _fp32(1)),
     # schedulefree 1.4.1: `z`, the weights that are trained, beside those that are evaluated, and no momentum.
     _torch("schedule_free_adamw", "schedulefree.AdamWScheduleFree", _fp32(2)),
@@ -210,6 +236,8 @@ def optimizer_spec(
     spec, given = OPTIMIZERS.get(optim), parse_optimizer_arguments(optim_args)
     if spec is not None and is_low_rank(optim):
         return _low_rank(spec, given, targets)
+    if spec is not None and optim in OF_SCRIPTS:
+        return _of_scripts(spec, given)
     if spec is None or optim not in ("sgd", "rmsprop"):
         return spec
     has_momentum = float(given.get("momentum", 0)) != 0
@@ -231,6 +259,17 @@ def _low_rank(
     random = spec.optim.startswith("apollo") and given.get("proj", "random") == "random"
     states = _projected(spec.states, rank=int(rank), proj_type=proj_type, limited=not random)
     return replace(spec, states=states, targets=targets if isinstance(targets, str) else tuple(targets or ()))
+
+
+def _of_scripts(spec: OptimizerSpec, given: Mapping[str, str]) -> OptimizerSpec | None:
+    """Read Dion's ranks and the `algorithm` of its other groups; None for dtypes of its own, which are not planned."""
+    fraction, multiple = given.get("rank_fraction", "1"), given.get("rank_multiple_of", "1")
+    others = {"adamw": 2, "lion": 1}.get(given.get("algorithm", "adamw"))
+    is_fraction = re.fullmatch(r"1(\.0*)?|0?\.\d*[1-9]\d*", fraction) is not None
+    if others is None or not is_fraction or not re.fullmatch("[1-9][0-9]*", multiple) or "dtype" in str([*given]):
+        return None
+    states = _of_hidden(spec.optim, fraction=float(fraction), multiple=int(multiple), others=others)
+    return replace(spec, states=states)
 
 
 def same_states(one: str, other: str) -> bool:

@@ -21,6 +21,7 @@ from toolkit.job.argument_aliases import ALIASES, canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
 from toolkit.job.argument_values import Range, check_range, check_type, is_true
 from toolkit.job.job import Job
+from toolkit.models.optimizers import OF_SCRIPTS
 from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
@@ -97,7 +98,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     source = _read(file, model, options, given)
     program, values, conversion, method, theirs, _ = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
-    job = job.with_values(optim=options.optim) if "optim" in given else job
+    optim = options.optim if "optim" in given else str(values.get("optimizer")) if program == "axolotl" else ""
+    job = job.with_values(optim=optim) if "optim" in given or optim in OF_SCRIPTS else job
     presets = options.preset if "preset" in given else () if conversion is None else (conversion.preset,)
     numerics = _numerics(source, job, presets)
     not_used = [*source.unused, *_checked(file, source, job, numerics, given)]
@@ -336,6 +338,8 @@ def _option(key: str) -> str | None:
 def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], given: Collection[str]) -> Iterator[str]:
     """Yield what is not used. Raises ToolkitError for a setting that decides the plan, unless its option is given."""
     for key, option, why in (*_not_converted(source, numerics), *_not_planned(source, job)):
+        if option == "optim" and job.optim == source.values.get("optimizer"):
+            continue
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:

@@ -207,7 +207,8 @@ class PlannedJob(Job):
         spec = optimizer_spec(self.optim, self.optim_args, self.value("optim_target_modules"))
         if spec is None:
             message = f"--optim_args {self.optim_args} is not planned for --optim {self.optim}"
-            raise ToolkitError(message, hint="`--optim_args rank=128,proj_type=std`")
+            words = "rank=128,proj_type=std" if is_low_rank(self.optim) else "rank_fraction=0.25,algorithm=adamw"
+            raise ToolkitError(message, hint=f"`--optim_args {words}`")
         return spec
 
     @property

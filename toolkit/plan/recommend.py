@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.hardware.gpu_table import GIGA, chosen_gpu
 from toolkit.hardware.gpus import visible_world_size
 from toolkit.job.argument_values import check_word
+from toolkit.job.job_checks import check_trained_optimizer
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.read_model import model_and_gpu
 from toolkit.plan.candidates import (
@@ -79,6 +80,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
         ),
     )
     job = PlannedJob.from_options(options, full_length=options.equal_lengths)
+    check_trained_optimizer(job.optim)
     # the micro-batch is to be found
     check_planned_job(replace(job, per_device_train_batch_size=job.method.smallest_batch), shape)
     world_size = visible_world_size() if options.num_processes is None else options.num_processes

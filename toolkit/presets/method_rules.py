@@ -232,7 +232,7 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
     optim = case.job.optim
     if survives_offload(optim):  # which works under every preset
         return
-    found = _no_optimizer(preset.traits, optim)
+    found = _no_optimizer(preset.traits, optim, offloaded=preset.offload_optimizer is not None)
     why = preset.traits.no_offloaded_optimizer
     if why is not None and preset.offload_optimizer:
         # accelerate 1.15, `map_pytorch_optim_to_deepspeed`: all others but Adagrad and Lion become a CPU Adam with L2
@@ -243,9 +243,10 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
         yield why, f"--optim {optim} does not work under preset {preset.name!r}: {why}", hint
 
 
-def _no_optimizer(engine: Engine, optim: str) -> Sequence[str] | None:
-    answers = engine.no_optimizer
-    return answers.get(optim) or answers.get(optimizer_library(optim))
+def _no_optimizer(engine: Engine, optim: str, *, offloaded: bool = False) -> Sequence[str] | None:
+    answers, library = engine.no_optimizer, optimizer_library(optim)
+    where_offloaded = answers.get(f"{library} offloaded") if offloaded else None
+    return answers.get(optim) or answers.get(library) or where_offloaded
 
 
 def preset_that_runs(optim: str) -> str:
