@@ -18,10 +18,10 @@ from warm_popen import fork_runs
 
 CLUSTER = "tests/cluster/"
 # Read by one worker, which parses the toolkit's modules once.
-SOURCES = ("tests/test_architecture.py", "tests/engines/test_seams.py", "tests/test_gpu_places.py")
+SOURCES = ("tests/test_architecture.py", "tests/engines/test_seams.py")
 # Files that launch nothing, and of which a site, a count or many commands take longest.
 LONG_FILES = (
-    *(*SOURCES, "tests/test_readme.py", "tests/test_mutations.py", "tests/test_mcp_server.py"),
+    *(*SOURCES, "tests/test_readme.py", "tests/test_mcp_server.py"),
     *("tests/page/test_page_in_a_browser.py", "tests/docs/test_site.py", "tests/tune/test_tune_command.py"),
 )
 

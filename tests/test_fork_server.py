@@ -1,21 +1,17 @@
-"""A forked process is the one that a cold start gives: its environment, its interpreter, its end, and its losses."""
+"""A forked process is the one that a cold start gives: its environment, its interpreter, its streams, its losses."""
 
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from fork_server import HERE, SERVER_VARIABLE, ForkedProcess, RefusedError, fork_process
 from launching import CPU_PRESETS, cpu_environment, fork_server, launch_preset, losses, read
 
 from toolkit.launch.command import ProcessCommand, new_run_id
-from toolkit.launch.process import processes_of, start_process
+from toolkit.launch.process import start_process
 
 pytestmark = pytest.mark.launch
 
@@ -70,24 +66,6 @@ def start(tmp_path: Path) -> Iterator[Any]:
         process.stdout.close()
 
 
-@pytest.mark.parametrize(
-    ("program", "code"),
-    [
-        ("", 0),
-        ("raise SystemExit('a message')", 1),
-        ("1 / 0", 1),
-        ("import os; os.abort()", -signal.SIGABRT),
-        ("import threading, os, time\nthreading.Timer(0.2, lambda: print('after')).start()", 0),
-    ],
-)
-def test_a_forked_program_ends_as_python_ends(start: Any, program: str, code: int) -> None:
-    process = start(program)
-    printed = process.stdout.read().splitlines()
-    assert process.wait(60) == code
-    cold = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (cold.returncode, (cold.stdout + cold.stderr).splitlines()[-1:]) == (code, printed[-1:])
-
-
 def test_a_forked_program_has_its_arguments_and_its_streams_and_its_files_in_memory(start: Any, tmp_path: Path) -> None:
     """A fork does not inherit pages of files: a rank would report over 100 MiB less than one that was started cold."""
     program = (
@@ -99,52 +77,6 @@ def test_a_forked_program_has_its_arguments_and_its_streams_and_its_files_in_mem
     assert line == f"__main__ ['--a', 'b'] {tmp_path} __main__"
     assert int(shared) > 100
     assert not [line for line in inherited if "socket:" in line]
-
-
-def test_a_forked_process_and_what_it_starts_are_found_by_the_run_s_id(start: Any) -> None:
-    run_id = "0123456789abcdef" * 2
-    program = "import os, time\npid = os.fork()\nprint('up') if pid else None\ntime.sleep(60)"
-    process = start(program, TOOLKIT_RUN_ID=run_id)
-    assert process.stdout.readline() == "up\n"
-    found = processes_of(run_id)
-    for each in found:
-        each.kill()
-    assert process.pid in {each.pid for each in found}
-    assert len(found) == 2
-
-
-OWNER = """
-import os, sys, time
-import fork_server
-server = fork_server.fork_server(os.environ)
-process = fork_server.fork_process(server, [sys.executable, sys.argv[1]], environment=os.environ)
-print(fork_server._own_server._forkserver_pid, process.pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.nightly
-def test_a_server_and_what_it_forked_end_with_their_owner_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
-    script.write_text("import time\ntime.sleep(60)\n")
-    command = [sys.executable, "-c", OWNER, str(script)]
-    environment = {name: value for name, value in cpu_environment().items() if name != SERVER_VARIABLE}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        pids = list(map(int, owner.stdout.readline().split()))
-        assert len(pids) == 2, owner.stderr and owner.stderr.read()
-        owner.kill()
-    deadline = time.monotonic() + 60
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-
-
-def test_a_server_outlives_a_client_that_is_killed_as_it_asks(start: Any) -> None:
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(fork_server().rpartition(":")[0])
-    for _ in range(2):  # the first may be answered by a server that has not read the end of that client
-        assert start("").wait(60) == 0
 
 
 def test_a_process_that_would_differ_from_a_cold_start_is_refused(start: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from command_line import exit_code
 from launching import read
+from mutations import mutate
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.model_definition import model_class
@@ -237,6 +239,29 @@ def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, shar
         assert exit_code("checkpoint", "verify", source) == 0
         assert exit_code("checkpoint", "export", source, tmp_path / f"model-{number}") == 0
         assert exit_code("checkpoint", "verify", tmp_path / f"model-{number}") == 0
+
+
+@pytest.mark.parametrize("engine", ["plain", "sharded"])
+def test_mutated_files_are_accepted_or_refused(
+    engine: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: Capsys
+) -> None:
+    """The same mutations in every run; the manifest agrees with them."""
+    source: Path = request.getfixturevalue(engine)
+    for number in range(6):
+        chance, folder = random.Random(f"{engine} {number}"), tmp_path / str(number)
+        name = chance.choice([path.relative_to(source) for path in source.rglob("*") if path.is_file()])
+        signed = changed(source, folder, lambda copy, name=name, chance=chance: mutate(chance, copy / name))  # type: ignore[misc]
+        to_fsdp2 = ("--preset", "fsdp2", "--num-processes", "2")
+        for command in (
+            ["inspect"],
+            ["verify"],
+            ["export", str(folder / "out")],
+            ["convert", str(folder / "o"), *to_fsdp2],
+        ):
+            code, shown = exit_code("checkpoint", command[0], signed, *command[1:]), capsys.readouterr()
+            assert code in (0, 1, 2), (number, name, command)
+            assert "unexpected" not in shown.err, (number, name, shown.err)
+            assert len(shown.err.splitlines()) <= 6, (number, name, shown.err)
 
 
 def test_a_class_that_is_no_name_is_refused() -> None:

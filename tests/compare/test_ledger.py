@@ -65,6 +65,7 @@ def test_a_record_is_read_as_it_was_appended(ledger: Ledger) -> None:
     [
         ({"step_seconds": ["1"] * 8}, "step_seconds[0] is '1', expected a valid number"),
         ({"step_non_padding_tokens": [90] * 7}, "must reach the last timed step, 8"),
+        ({"step_tokens": []}, "must reach the last timed step, 8"),
         ({"kind": "probe"}, "it has no per_device_train_batch_size"),
         ({"kind": None}, "kind is None, expected 'trial', 'probe' or 'side_run'"),
     ],

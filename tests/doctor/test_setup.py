@@ -1,7 +1,6 @@
 """`make setup`: packages that the node can use, what is left out, and DeepSpeed's CPU ops, compiled once."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, cpu_environment, run_warm
 
-from toolkit.doctor import node_packages, ops, precompiled
+from toolkit.doctor import node_packages, ops
 from toolkit.doctor.node_packages import GPU_PACKAGES, left_out, main
 from toolkit.engines.compiled_ops import are_compiled, path_with_ninja
 from toolkit.errors import ToolkitError
@@ -78,24 +77,12 @@ def test_a_failed_compilation_reports_its_last_line_and_its_log(
         ops.compile_ops()
 
 
-def test_a_file_of_async_io_is_compiled_with_a_precompiled_header_that_ninja_does_not_see(tmp_path: Path) -> None:
-    header = tmp_path / "include" / "torch" / "extension.h"
-    header.parent.mkdir(parents=True)
-    header.write_text("#pragma once\ninline int from_torch() { return 7; }\n")
-    (tmp_path / "file.cpp").write_text(
-        "#include <vector>\n#include <torch/extension.h>\nint f() { return from_torch(); }\n"
-    )
-    compiler, script = shutil.which("c++"), Path(precompiled.__file__)
-    words = ["-MMD", "-MF", "file.d", "-DTORCH_EXTENSION_NAME=async_io", "-isystem", "include", "-g", "-O0"]
-    words += ["-c", "file.cpp", "-o", "file.o"]
-    command = [sys.executable, "-S", str(script), str(tmp_path), str(compiler), *words]
-    compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (compiled.returncode, compiled.stderr) == (0, "")
-    assert len(list(tmp_path.glob("*.h.gch"))) == 1
-    assert (tmp_path / "file.d").read_text().split() == ["file.o:", "file.cpp"]
-    assert b"from_torch" in (tmp_path / "file.o").read_bytes()
-    (tmp_path / "file.cpp").write_text("no C++")
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+def test_ops_are_compiled_without_debug_information(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    path = ops._without_debug_information(tmp_path, os.environ["PATH"])
+    (tmp_path / "file.cpp").write_text("int f() { return 7; }\n")
+    subprocess.run(["c++", "-g", "-c", "file.cpp"], cwd=tmp_path, env=os.environ | {"PATH": path}, check=True)
+    assert b"debug_info" not in (tmp_path / "file.o").read_bytes()
 
 
 @pytest.mark.launch
