@@ -207,7 +207,7 @@ def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
         stage = as_int(doc.get("deepspeed_config.zero_stage"))
         return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == stage
     if name in ("offload_optimizer", "offload_param"):
-        return inner.get("device") == doc.get(f"deepspeed_config.{name}_device", "none")
+        return bool(inner.get("device") == doc.get(f"deepspeed_config.{name}_device", "none"))
     is_scripts = not doc.has("mixed_precision") and occurs(COMPUTES_IN, doc.reader_source)
     is_same = as_bool(inner.get("enabled")) is (doc.get("mixed_precision") == name)
     return name in ("bf16", "fp16") and (is_same or is_scripts)
