@@ -174,7 +174,7 @@ def test_an_optimizer_that_excludes_the_offload_that_would_fit_says_so() -> None
 def test_the_reason_is_the_rule_and_says_what_the_other_checkpointing_would_take() -> None:
     asked = recommend_request("Qwen/Qwen3-8B", RecommendOptions(gpu="h100", num_processes=8, max_seq_length=2048))
     rule, checkpointing = found(asked).reasons
-    assert rule == "it is within 15 % of the fastest (`fsdp2`), and shards least"
+    assert rule == "it is within 15 % of the fastest (`fsdp2_grad_op`), and shards least"
     assert re.fullmatch(
         r"with activation checkpointing \(per-GPU batch 4\) a step takes 1.\d\d to 1.\d\d times as long", checkpointing
     )

@@ -24,7 +24,7 @@ from toolkit.plan.interconnect import Interconnect
 from toolkit.plan.methods import Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PlannedJob
-from toolkit.plan.step_parts import CALIBRATION, FLASH_2, Calibration
+from toolkit.plan.step_parts import CALIBRATION, FLASH_2, MASKED_SHARE, Calibration
 from toolkit.plan.step_time import PAIR_SPREAD, MeasuredStep, StepTime, step_time
 from toolkit.plan.training_setup import TrainingSetup
 from toolkit.presets import load_preset
@@ -195,9 +195,11 @@ def test_adam_moves_28_bytes_per_parameter_and_checkpointing_costs_time_that_mfu
 
 def test_selective_checkpointing_saves_the_second_run_of_attention() -> None:
     how: dict[str, Any] = {"per_device_train_batch_size": 64, "activation_checkpointing": True}
-    full, selective = (timed("ddp", **how, activation_checkpointing_selective=kept) for kept in (False, True))
-    attention = 64 * 1024 * flops_of(SETUP.shape, seq_length=1024, causal=True).attention_forward
-    assert full.compute_seconds - selective.compute_seconds == pytest.approx(attention / (312e12 * FLASH_2))
+    attention = 64 * 1024 * flops_of(SETUP.shape, seq_length=1024, causal=True).attention_forward / (312e12 * FLASH_2)
+    for differ, name, share in ((False, None, 1), (True, "flash_attention_2", 1), (True, None, MASKED_SHARE)):
+        how |= {"lengths_differ": differ, "attn_implementation": name}
+        full, selective = (timed("ddp", **how, activation_checkpointing_selective=kept) for kept in (False, True))
+        assert full.compute_seconds - selective.compute_seconds == pytest.approx(attention / share)
     assert full.flops_per_token == selective.flops_per_token
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from toolkit.hardware.gpu_table import GIGA, Gpu
 from toolkit.models.activations import Activations
+from toolkit.models.attention import needs_no_mask
 from toolkit.models.flops import TokenFlops, flops_of
 from toolkit.models.job_weights import JobWeights
 from toolkit.models.lora import ALL_LINEAR
@@ -36,6 +37,9 @@ GEFORCE, GEFORCE_MATMUL_SHARE = ("rtx-3", "rtx-4", "rtx-5"), 0.975
 # figures 5 and 6). SDPA has the second one. FlashAttention 2 has no instructions of Blackwell's, and is as fast as on
 # Hopper, whose peak is the last.
 FLASH_2, FLASH_2_ON_HOPPER, FLASH_3, HOPPER_FLOPS = 0.5, 0.33, 0.57, 989.4e12
+# With a mask of padding, SDPA has its memory-efficient kernel, which computes what the mask hides too, at 145 TFLOPS
+# where FlashAttention 2 has 230 (an H100, https://github.com/microsoft/onnxruntime/pull/21629).
+MASKED_SHARE = 145 / 230 / 2
 HOPPER, BLACKWELL = ("h100", "h200", "h800", "gh200"), ("b200", "b300", "gb200", "gb300")
 # torch's kernels that are no matrix multiplications, per pass through a layer: an A100's cores read and write at 85 %
 # of the data sheet's bandwidth. Of what they move, tensor parallelism divides 24 of 34 bytes (Korthikanti et al.,
@@ -161,7 +165,8 @@ def _attention_share(gpu: Gpu, job: PlannedJob) -> float:
         return FLASH_3
     if gpu.name.startswith(BLACKWELL) and "flash_attention_2" in name:
         return FLASH_2_ON_HOPPER * HOPPER_FLOPS / (gpu.peak_flops("bf16") or HOPPER_FLOPS)
-    return FLASH_2_ON_HOPPER if gpu.name.startswith(HOPPER + BLACKWELL) else FLASH_2
+    share = FLASH_2_ON_HOPPER if gpu.name.startswith(HOPPER + BLACKWELL) else FLASH_2
+    return share * (MASKED_SHARE if job.is_padded and not needs_no_mask(name) else 1)
 
 
 def weight_passes_seconds(setup: TrainingSetup, gpu: Gpu, own_tokens: int, calibration: Calibration) -> float:
