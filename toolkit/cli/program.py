@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -23,18 +22,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 TYPER_INTERRUPTED = 130  # what Typer returns for a Ctrl-C
 # Another word for an option -> ours. Every command accepts both; `--help` shows ours.
 OTHER_WORDS = {"world-size": "num-processes", "output": "output-dir"}
-
-# Other guesses at an option -> ours, of which a command's error names the first that the command has.
-GUESSES: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("gpus", "num-gpus", "nproc-per-node"), ("--num-processes 8",)),
-    **dict.fromkeys(("num-machines", "num-nodes", "nnodes"), ("--nodes 2",)),
-    **dict.fromkeys(("batch-size", "micro-batch-size"), ("--per-device-train-batch-size 4",)),
-    **dict.fromkeys(("seq-len", "seq-length", "max-length", "context-length"), ("--max-seq-length 2048",)),
-    **{"num-processes": ("--gpus 8", "--nodes 2"), "price": ("--price-per-gpu-hour 2.50",), "lora": ("--lora-r 16",)},
-    **{"qlora": ("--lora-r 16 --load-in-4bit",)},
-}
-# What runs as a module of Python.
-MODULES = {"observe": "python -m toolkit.observe SCRIPT ...", "mcp": "python -m toolkit.mcp_server"}
 
 
 def option_word(given: str) -> str:
@@ -153,6 +140,7 @@ def _run_command(argv: list[str]) -> int | None:
 
 def _usage_error(error: Any) -> ToolkitError | None:
     """Return what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
+    from toolkit.files.documents import read_table
     from toolkit.job.argument_aliases import ALIASES
     from toolkit.job.argument_reading import argument_types
 
@@ -167,12 +155,14 @@ def _usage_error(error: Any) -> ToolkitError | None:
     hint = ", ".join(f"`{command} {name} ...`" for name in below) or f"see `{command} --help`"
     parameters = error.ctx.command.params if error.ctx else []
     takes = {name for each in parameters for name in (each.name, *each.opts)}
-    guesses = [each for each in GUESSES.get(option.replace("_", "-"), ()) if each.split()[0] in takes]
+    table = read_table(__file__, "guesses")
+    words = table["options"].get(option.replace("_", "-"), "").split(" | ")
+    guesses = [each for each in words if each.split(" ")[0] in takes]
     unknown = re.fullmatch(r"No such command '(\w+)'.*", message)
     if kind == "NoSuchOption" and guesses:
         message, hint = error.message, f"it is `{guesses[0]}`"
     elif kind == "NoSuchOption" and "training_arguments" in takes and (option in ALIASES or option in argument_types()):
         message, hint = error.message, f"training arguments go after `--`: `{command} ... -- --{option} ...`"
-    elif unknown and unknown[1] in MODULES and command == "toolkit":
-        hint = f"it is `{MODULES[unknown[1]]}`"
+    elif unknown and unknown[1] in table["commands"] and command == "toolkit":
+        hint = f"it is `{table['commands'][unknown[1]]}`"
     return ToolkitError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint=hint)
