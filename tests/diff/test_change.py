@@ -105,6 +105,8 @@ def test_a_commit_that_is_not_there_and_a_wrong_format_are_invalid_input(
 ) -> None:
     code, _, err = run_command(["diff", "nosuch"], capsys)
     assert (code, err.splitlines()[0]) == (2, "error: git merge-base: Not a valid object name nosuch")
+    assert diff("nosuch.yaml")[0] == 2
+    assert diff("*.yaml")[0] == diff("configs")[0] == 0  # a pattern of git's
     assert diff("--format", "html")[0] == diff("--level", "all")[0] == 2
 
 

@@ -56,11 +56,22 @@ def test_what_no_gpu_can_train_is_refused_with_what_saves_memory(capsys: Capsys)
     assert "--activation-checkpointing" in err
 
 
-def test_a_job_that_no_number_of_gpus_trains_is_refused_with_the_reason(capsys: Capsys) -> None:
-    code, _, err = run_command([*WORDS, "--preset", "zero2", "--optim", "schedule_free_adamw"], capsys)
+@pytest.mark.parametrize(
+    ("words", "reason", "hint"),
+    [
+        (["--preset", "zero2", "--optim", "schedule_free_adamw"],
+         "--optim schedule_free_adamw does not work under preset 'zero2'", "hint: `--preset ddp`"),
+        (["--tp", "3"], "--tp 3 does not work for this model: 3 does not divide its 32 attention heads",
+         "hint: `--tp 2`"),
+    ],
+)  # fmt: skip
+def test_a_job_that_no_number_of_gpus_trains_is_refused_with_the_reason(
+    words: list[str], reason: str, hint: str, capsys: Capsys
+) -> None:
+    code, _, err = run_command([*WORDS, *words], capsys)
     assert code == 2
-    assert "--optim schedule_free_adamw does not work under preset 'zero2'" in err
-    assert "hint: `--preset ddp`" in err
+    assert reason in err
+    assert hint in err
 
 
 def test_a_gpu_without_bf16_is_no_answer(capsys: Capsys) -> None:

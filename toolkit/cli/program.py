@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import sys
 from functools import cache
 from importlib import import_module
@@ -139,6 +140,7 @@ def _run_command(argv: list[str]) -> int | None:
 
 def _usage_error(error: Any) -> ToolkitError | None:
     """Return what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
+    from toolkit.files.documents import read_table
     from toolkit.job.argument_aliases import ALIASES
     from toolkit.job.argument_reading import argument_types
 
@@ -151,8 +153,16 @@ def _usage_error(error: Any) -> ToolkitError | None:
     option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
     below = getattr(error.ctx.command, "commands", {}) if error.ctx and error.ctx.parent else {}
     hint = ", ".join(f"`{command} {name} ...`" for name in below) or f"see `{command} --help`"
-    if kind == "NoSuchOption" and option == "price":
-        message, hint = "no such option: --price", "it is `--price-per-gpu-hour`"
-    elif kind == "NoSuchOption" and (option in ALIASES or option in argument_types()):
+    parameters = error.ctx.command.params if error.ctx else []
+    takes = {name for each in parameters for name in (each.name, *each.opts)}
+    table = read_table(__file__, "guesses")
+    words = table["options"].get(option.replace("_", "-"), "").split(" | ")
+    guesses = [each for each in words if each.split(" ")[0] in takes]
+    unknown = re.fullmatch(r"No such command '(\w+)'.*", message)
+    if kind == "NoSuchOption" and guesses:
+        message, hint = error.message, f"it is `{guesses[0]}`"
+    elif kind == "NoSuchOption" and "training_arguments" in takes and (option in ALIASES or option in argument_types()):
         message, hint = error.message, f"training arguments go after `--`: `{command} ... -- --{option} ...`"
+    elif unknown and unknown[1] in table["commands"] and command == "toolkit":
+        hint = f"it is `{table['commands'][unknown[1]]}`"
     return ToolkitError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint=hint)

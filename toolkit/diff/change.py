@@ -90,6 +90,10 @@ def changes(base: str, options: PlanOptions, paths: Sequence[Path] = ()) -> list
         find_gpu(options.gpu)  # an unknown one is refused where nothing is planned too
     ancestor = _git("merge-base", base, "HEAD").strip()
     limits = [str(path) for path in paths] or ["."]
+    for limit in (each for each in limits if not Path(each).exists()):
+        # a pattern of git's, or what was removed since
+        if not _git("ls-files", "--", limit) and not _git("ls-tree", "--name-only", ancestor, "--", limit):
+            raise ToolkitError(f"no such file or folder here, or in {base}: {limit}")
     listed = _git("diff", "--name-status", "--no-renames", "-z", "--relative", ancestor, "--", *limits).split("\0")
     untracked = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *limits).split("\0")
     words = {"A": "added", "D": "removed"}

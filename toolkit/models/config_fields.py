@@ -94,7 +94,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises ToolkitError for a file that is not one, for a size that no model has, and for a kernel from the hub.
     """
     if path.suffix in (".yaml", ".yml"):
-        hint = f"`--config {path}` plans the run of a configuration"
+        hint = f"`toolkit plan --config {path}` plans the run of a configuration"
         raise ToolkitError(f"{path} is no model: a model is a config.json, a folder or a hub id", hint=hint)
     # A field of a few architectures is infinite (Mamba's `time_step_limit`).
     config = read_json_object(path, max_bytes=MAX_CONFIG_BYTES, allow_nan=True)

@@ -29,7 +29,7 @@ from toolkit.files.paths import cache_folder
 from toolkit.hardware.gpu_table import GPUS, Gpu, find_gpu
 from toolkit.hardware.system_text import text_of
 from toolkit.models.config_fields import MAX_CONFIG_BYTES
-from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from toolkit.models.optimizers import DEFAULT_OPTIMIZER, OF_SCRIPTS, OPTIMIZERS
 from toolkit.models.read_model import bundled_models, read_model
 from toolkit.plan.methods import METHODS
 from toolkit.plan.options import PlanOptions
@@ -70,7 +70,7 @@ def page_html(*, served: bool = False, sizes: Mapping[str, int] | None = None, c
         gpu_groups=_gpu_groups(),
         methods=list(METHODS),
         generating=[name for name, spec in METHODS.items() if spec.num_generations],  # no tokens are counted for them
-        optimizers=list(OPTIMIZERS),
+        optimizers=[each for each in OPTIMIZERS if each not in OF_SCRIPTS],  # it recommends, too
         losses=LOSSES,
         defaults=replace(PlanOptions(), optim=DEFAULT_OPTIMIZER),
         sizes=json.dumps(dict(sizes or {})),

@@ -61,7 +61,8 @@ def fewest_of_each(request: PlanRequest, gpus: Iterable[Gpu]) -> Iterator[tuple[
 
 
 def _presets(request: PlanRequest) -> list[PresetSpec]:
-    return [each for each in request.presets if request.strict or not each.offloads]
+    degrees = set(request.job.degrees)
+    return [p for p in request.presets if request.strict or (not p.offloads and degrees <= set(p.parallel))]
 
 
 def _sizes(request: PlanRequest) -> list[int]:

@@ -34,6 +34,8 @@ def distilled(logits: Tensor) -> Tensor:
         (lambda x: mean(x) / 8, ""),
         (lambda x: total(x) / 4, ""),  # a batch of 4 rows
         (lambda x: (x.square().sum(-1) * 2).sum() / 4, ""),
+        (lambda x: x.square().sum(-1).nanmean(), ""),  # torch divides a sum by 4 rows
+        (lambda x: x.exp().amax() / 4, ""),  # not known
         (lambda x: sum(mean(x * n) for n in range(1, 5)) / 4, ""),  # the average of 4 terms
     ],
 )

@@ -29,13 +29,13 @@ def scale_warning(loss: Any, steps: int, *, by_accelerate: bool, items: Any = No
 
 
 def _divisions(node: Any, steps: int) -> int:
-    """Count the last operations that divide by `steps`, but not the one of an average of as many terms."""
+    """Count the last operations that divide a mean by `steps`, but not the one of an average of as many terms."""
     times = 0
     while node is not None and (
         (divides := node.name() == "DivBackward0" and _other(node) == steps) or node.name().startswith(_SAME_VALUE)
     ):
         node, times = next(iter(_inputs(node)), None), times + divides
-    return max(0, times - (node is not None and (_is_sum(node) or len(_terms(node)) == steps)))
+    return max(0, times - (node is not None and (not _is_mean(node, ()) or len(_terms(node)) == steps)))
 
 
 def _is_mean(node: Any, wholes: tuple[float, ...]) -> bool:
@@ -53,12 +53,12 @@ def _is_mean(node: Any, wholes: tuple[float, ...]) -> bool:
 
 
 def _is_sum(node: Any) -> bool:
-    return node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == _SUM
+    return node.name().startswith(("SumBackward", "NansumBackward")) or getattr(node, "_saved_reduction", None) == _SUM
 
 
 def _terms(node: Any) -> list[Any]:
     """What a node adds, itself where it adds nothing; casts and views are left out."""
-    passes = node.name().startswith(("AddBackward", *_SAME_VALUE))
+    passes = node.name().startswith(("AddBackward", "SubBackward", "NegBackward", *_SAME_VALUE))
     return [term for each in _inputs(node) for term in _terms(each)] if passes else [node]
 
 
