@@ -62,7 +62,7 @@ def test_the_rows_of_a_data_file_are_counted(tmp_path: Path, capsys: Capsys) -> 
     assert code == 0
     assert "To finish 1 x 33 rows of data, each planned at full length" in out
     assert "expect the upper end:\n" in out
-    assert re.search(r"tokens/s per GPU  \$ per M$", out, re.MULTILINE)
+    assert re.search(r"tokens/s per GPU +\$ per M$", out, re.MULTILINE)
     assert re.search(r"^8 x h100-sxm  zero3  5 steps  \d\.\d to \d\.\d min  \$0\.\d+ to \$0\.\d+$", out, re.MULTILINE)
 
 

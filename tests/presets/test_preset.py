@@ -229,6 +229,7 @@ def test_an_unknown_preset_lists_all_and_a_missing_file_is_named() -> None:
         ("zero3_offload", "did you mean `zero3_cpu_offload`?"),
         ("fsdp", "did you mean `fsdp2`?"),
         ("zero4", "did you mean `zero3`?"),
+        ("ds_configs/zero3.json", "did you mean `zero3`?"),
         ("megatron", "see `toolkit presets`"),
     ],
 )

@@ -269,18 +269,18 @@ def _table(answer: PlanAnswer) -> Iterator[str]:
     rows = []
     for plan in answer.ordered:
         possible = plan.memory.possible_peak_bytes if plan.verdict != DOES_NOT_FIT else None
-        price, speed, ckpt = cost.per_million_tokens(plan), plan.speed, plan.job.activation_checkpointing
+        prices, speed = cost.range_per_million_tokens(plan), plan.speed
         cells = {
             "GPU": plan.request.gpu.name,
             "preset": plan.preset.name,
             "GPUs": str(plan.world_size),
             "verdict": NO_VERDICT if is_open(plan) else plan.verdict.replace("_", " "),
-            "batch": f"{plan.job.per_device_train_batch_size}{' + ckpt' if ckpt else ''}",
+            "batch": f"{plan.job.per_device_train_batch_size}{' + ckpt' * plan.job.activation_checkpointing}",
             "GiB": tenths_of_gib(plan.memory.planned_peak_bytes),
             "up to": "" if possible is None else tenths_of_gib(possible),
             "of": tenths_of_gib(plan.request.gpu.memory_bytes),
             "tokens/s per GPU": ends_text(_short, speed.tokens_per_second_per_gpu) if speed else NOT_AVAILABLE,
-            "$ per M": NOT_AVAILABLE if price is None else dollars(price),
+            "$ per M": ends_text(dollars, prices) if prices else NOT_AVAILABLE,
         }
         rows.append({name: cell for name, cell in cells.items() if shown.get(name, True)})
     left = {at for at, name in enumerate(rows[0]) if name in ("GPU", "preset", "verdict", "batch")}

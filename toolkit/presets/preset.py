@@ -115,7 +115,8 @@ def load_preset(name: str) -> Preset:
         return read_preset(user_path(name))
     names = preset_names()
     if name not in names:
-        plain = re.sub("[-_]?(fp16|deepspeed(?=.)[-_]?)", "", name.lower().replace("-", "_"))
+        stem = name.lower().rpartition("/")[2].removesuffix(".json")  # of ds_configs too
+        plain = re.sub("[-_]?(fp16|deepspeed(?=.)[-_]?)", "", stem.replace("-", "_"))
         close = plain if plain in names else nearest(plain, names)
         other = next((what for each, what in OTHER_NAMES.items() if plain.startswith(each)), None)
         hint = other or (f"did you mean `{close}`?" if close else "see `toolkit presets`")
