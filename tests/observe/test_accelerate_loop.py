@@ -87,7 +87,7 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
     ],
 )
 def test_what_a_loop_trains_otherwise_than_it_seems_is_named(mode: str, warning: str, tmp_path: Path) -> None:
-    ended = launched("ddp", mode, tmp_path)
+    ended = launched("ddp", mode, tmp_path, "--stop-after-steps", "5" if mode == "stays" else "2")
     assert ended.returncode == 0, ended.stderr[-3000:]
     named = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
     assert [line.startswith(warning) for line in named] == [True] * bool(warning), named
