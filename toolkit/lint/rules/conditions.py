@@ -74,6 +74,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
     "says_what_wins": lambda doc: bool(WINS.search((doc.command or doc).text)),
+    "has_cpu_adam": lambda doc: "DeepSpeedCPUAdam" in doc.reader_source,
     "is_factory": lambda doc: doc.program == "llama-factory",
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
     "zero_stage": settings.stage_of,

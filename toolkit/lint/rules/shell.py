@@ -34,6 +34,7 @@ ASSIGNED = re.compile(
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
+NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -226,7 +227,7 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
         script, beside = source_of(call.script or "", doc.path)
         source = f"{script}\n{beside}"
         has_parser = "parse_args(" in script or "--local-rank" not in project_source(doc.folder)
-        if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
+        if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser|extra_args_provider", source):
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
             level = None if "ArgumentParser(" in source and "parse_args(" in source else NOTE  # or a library's parser
             message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
@@ -271,9 +272,7 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known else ():
-            if fix := {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}.get(
-                (call.tool, name)
-            ):
+            if fix := NO_SUCH_LETTER.get((call.tool, name)):
                 message = f"{call.tool} has no -{name}, and refuses it"
                 yield Match(f"-{name}", message, fix, line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
