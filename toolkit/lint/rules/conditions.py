@@ -138,9 +138,8 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         return actual is not None and limit is not None and (actual > limit if word == "above" else actual < limit)
     is_empty = not value or value == "none"
     is_filled = not is_empty and not settings.is_template(value)
-    return {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}.get(
-        word, is_empty
-    )
+    said = {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}
+    return said.get(word, is_empty)
 
 
 def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]:
