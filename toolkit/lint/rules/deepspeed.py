@@ -191,9 +191,7 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, TRAINER, *SCRIPTS, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """A relative path counts from the working directory of the run. Where no file is there, accelerate raises, for a
-    JSON because it takes the path for base64 text.
-    """
+    """A relative path counts from the working directory of the run. Where no file is there, accelerate raises."""
     for call in doc.script.launches:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
         names, file = Path(named).name, find_named(named, doc.path)  # which the script may write, or copy, itself

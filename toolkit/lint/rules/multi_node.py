@@ -378,7 +378,7 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_SUBMIT_DIR, the folder in which sbatch was started")
 def folder_of_copy(doc: Document) -> Iterator[Match]:
-    """SLURM runs a copy of the script from a spool folder, in which no other file of the project is."""
+    """SLURM runs a copy of the script, beside which no file of the project is."""
     script = doc.script
     own = [each for each in script.find(OWN_FOLDER) if script.expands_at(each[0].start())]
     for found, line in own[:1] if not script.mentions(KNOWS_COPY) else ():

@@ -56,7 +56,7 @@ def arrays_and_strings(script: JobScript) -> tuple[tuple[int, int], ...]:
 def lost_line(doc: Document) -> Iterator[Match]:
     """bash takes a line that begins with an option for a command: the launcher starts without it. The backslash
     before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
-    a space any line is lost, the script's name too.
+    a space any line is lost.
     """
     script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
@@ -262,7 +262,7 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
-    `--module`, and no `-m`, and underscores in its names, where the others take dashes too."""
+    `--module`, and no `-m`, and underscores in its names."""
     of_sbatch = launcher_tables()["options"]["sbatch"]
     for name, (_, line) in doc.script.directives.items() if doc.kind == SBATCH and doc.script.launches else ():
         close = nearest(name.replace("_", "-"), of_sbatch, cutoff=0.85) if len(name) > 1 else None
@@ -337,8 +337,7 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed, vLLM and parts of a
-    sequence."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
     is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
     for call in doc.script.launches if not is_told else ():
         gpus, parts = visible_devices(doc, call)[0], call.arguments.get("sequence_parallel_size") or ("1", 0)
