@@ -68,7 +68,7 @@ class Mine:
 parser = HfArgumentParser((Mine,))
 mine = parser.parse_args_into_dataclasses()[0]
 """
-OF_TRL = "from trl import GRPOConfig, ModelConfig\n" + OWN_DATACLASS.replace(
+OF_TRL = "from trl import GRPOConfig, ModelConfig\nfrom . import other\n" + OWN_DATACLASS.replace(
     "HfArgumentParser((Mine,))", "TrlParser((Mine, GRPOConfig, ModelConfig))"
 ).replace("_into_dataclasses()[0]", "_and_config()")
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"

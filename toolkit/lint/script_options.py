@@ -59,7 +59,7 @@ def options_of(source: str, modules: str) -> frozenset[str]:
             if isinstance(each, ast.ClassDef):
                 classes.setdefault(each.name, []).append(each)
         taken = [each for each in nodes + others if isinstance(each, ast.ImportFrom | ast.Import)]
-        names = {each.name for node in taken for each in node.names if getattr(node, "module", "trl")[:3] == "trl"}
+        names = {each.name for node in taken for each in node.names if str(getattr(node, "module", "trl"))[:3] == "trl"}
         fields = [_fields(_name(each), classes, names) for each in asked]
         return frozenset({"", "config" * (kind == "TrlParser")}.union(*fields)) if all(fields) else frozenset()
     is_plain = kind == "ArgumentParser" and {each.arg for each in parser.keywords} <= KEYWORDS
