@@ -175,7 +175,7 @@ def write_inputs(model: Path, data: Path) -> None:
     shutil.copy(FIXTURES / "axolotl.yaml", ".")
     Path("script.py").write_text("from transformers import Trainer\n")
     Path("clean.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}')
-    Path("bad.json").write_text('{"zero_optimization": {"stage": 3}, "no_such_key": 1}')
+    Path("bad.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_cliping": 1}')
     Path("fixable.json").write_text(
         '{"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}}'
     )

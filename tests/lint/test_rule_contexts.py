@@ -221,10 +221,20 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("refused-by-llama-factory", {"b/a.yaml": f"{FACTORY}finetuning_type: lora\nstage: sft\ndo_train: true\n"
                                       "dataset: mine\n", "b/data/dataset_info.json": '{"mine": {}}',
                                       "data/dataset_info.json": '{"other": {}}'}),
+        ("unknown-trl-setting", {"a.sh": "torchrun x.py --config b.yaml\n", "b.yaml": f"{TRL}max_length: 9\nmy: 1\n",
+                                 "x.py": "from mine import SFTConfig\nTrlParser(SFTConfig).parse_args_and_config()\n"}),
+        ("unknown-script-option", {"a.sh": "torchrun x.py --config b.yaml\n", "x.py": "@dataclass\nclass Own:\n"
+                                   "    a: int\nTrlParser((Own, TrainingArguments)).parse_args_and_config()\n"}),
         ("unknown-trl-setting", {"a.sh": "torchrun x.py --model_name_or_path m --dataset d --max_length 5 --do_train "
                                  "--output_dir o\n"}),
         ("checkpointing-block-unread", {"a.yaml": f"{TRAINER}gradient_checkpointing: true\ndeepspeed: a.json\n",
                                         "a.json": zero(activation_checkpointing={"cpu_checkpointing": True})}),
+        ("offload-without-cpu-adam", {"a.json": zero(zero_force_ds_cpu_optimizer=False, zero_optimization={
+            "stage": 2, "offload_optimizer": {"device": "cpu"}}), "x.py": "optimizer = DeepSpeedCPUAdam(weights)\n"}),
+        ("local-rank-with-dash", {"a.sh": "python -m torch.distributed.launch x.py\n",
+                                  "x.py": "initialize_megatron(extra_args_provider=mine)\n"}),
+        ("sharded-final-save", {"a.sh": f"{SHARDED_RUN}", "a.yaml": SHARDED,
+                                "x.py": f"{HF}state = accelerator.get_state_dict(model)\n"}),
         ("deepspeed-file-missing", {"a.sh": "cd src\ntorchrun x.py --deepspeed ds.json --bf16 --output_dir o\n",
                                     "src/ds.json": zero()}),
         ("deepspeed-file-missing", {"a.sh": 'C=/tmp/c.yaml\ncat > "$C" << EOF\nnum_machines: 1\nEOF\n'
@@ -267,6 +277,8 @@ def test_a_setting_that_makes_a_rule_moot_is_looked_at(rule: str, files: dict[st
         ("shell-slip", {"a.sbatch": '#!/bin/bash\n#SBATCH --nodes=1\necho "on $SLURM_NODENAME"\ntorchrun x.py\n'},
          "it is empty"),
         ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}report_to: none\n"}, "has no `report_to`"),
+        ("unknown-word", {"a.json": zero(optimizer={"type": "FusedAdam"}),
+                          "x.py": "deepspeed.initialize(model=m, optimizer=own)\n"}, "FusedAdam is not"),
         ("max-steps-and-epochs", {"a.yaml": f"{TRAINER}num_train_epochs: 3\nmax_steps: 9  # overrides the epochs\n"},
          "max_steps wins"),
         ("removed-training-argument", {"a.yaml": f"{TRAINER}evaluation_strategy: steps\n",
@@ -418,8 +430,8 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
         ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
         ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
         ("deepspeed-file-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
-        ("unknown-trl-setting", {"a.sh": "accelerate launch x.py --config b.yaml\n", "x.py": "@dataclass\nclass Own:\n"
-                                 "    size: int = 3\np = TrlParser((Own, SFTConfig))\na = p.parse_args_and_config()\n",
+        ("unknown-trl-setting", {"a.sh": "torchrun x.py --config b.yaml\n", "x.py": "import trl\n@dataclass\nclass Own:"
+                                 "\n    size: int = 3\na = TrlParser((Own, trl.SFTConfig)).parse_args_and_config()\n",
                                  "b.yaml": f"{TRL}max_length: 9\nsize: 4\nsizes: 4\n"}, "remove it"),
         ("unknown-word", {"a.json": zero(optimizer={"type": "FusedAdam", "params": {"lr": 1}})}, "`AdamW`"),
         ("deepspeed-file-missing", {"a.sh": f"{RUN} --config_file src/zero2.yml x.py\n", "src/zero2.yaml": DEEPSPEED},

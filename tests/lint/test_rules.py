@@ -68,9 +68,9 @@ class Mine:
 parser = HfArgumentParser((Mine,))
 mine = parser.parse_args_into_dataclasses()[0]
 """
-OF_TRL = OWN_DATACLASS.replace("HfArgumentParser((Mine,))", "TrlParser((Mine, GRPOConfig, ModelConfig))").replace(
-    "_into_dataclasses()[0]", "_and_config()"
-)
+OF_TRL = "from trl import GRPOConfig, ModelConfig\nfrom . import other\n" + OWN_DATACLASS.replace(
+    "HfArgumentParser((Mine,))", "TrlParser((Mine, GRPOConfig, ModelConfig))"
+).replace("_into_dataclasses()[0]", "_and_config()")
 MESH = f"{FSDP}parallelism_config:\n  parallelism_config_dp_shard_size: 2\n"
 
 
@@ -357,8 +357,8 @@ CASES = [
     Case("overlap-below-stage-3", zero(2, overlap_comm=True), zero(3, overlap_comm=True), 1, "ds.json"),
     *(Case("optimizer-of-json", f'{{"zero_optimization": {{}}, "optimizer": {{"type": "AdamW", "params": {{{lr}}}}}}}',
            zero(1), 1, "ds.json") for lr in ('"lr": 0.1', '"lr": "auto"')),
-    Case("optimizer-of-json", '{"zero_optimization": {},\n"scheduler": {"type": "WarmupLR", "params": {}}}', zero(1), 2,
-         "ds.json"),
+    Case("optimizer-of-json", '{"zero_optimization": {},\n"scheduler": {"type": "WarmupDecayLR", "params": {}}}',
+         zero(1), 2, "ds.json"),
     Case("more-processes-than-gpus", "CUDA_VISIBLE_DEVICES=5,7 accelerate launch --config_file ds.json x.py\n",
          "CUDA_VISIBLE_DEVICES=4,5,6,7 accelerate launch --config_file ds.json x.py\n", 1, "run.sh",
          deepspeed_json='{"distributed_type": "FSDP", "num_processes": 4}'),

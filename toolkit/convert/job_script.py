@@ -60,9 +60,7 @@ _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)|(fi|done|esac)|else|elif)\b|;;", re.MULTILINE)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_MANY_WORDS = re.compile(
-    r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.IGNORECASE
-)
+_MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
 MAX_LINES = 200  # of a command

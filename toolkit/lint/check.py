@@ -20,19 +20,8 @@ from toolkit.errors import OverLimit, ToolkitError
 from toolkit.files.paths import is_file
 from toolkit.installation import documentation_address
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import (
-    ENGINE_FILES,
-    LINTED_SUFFIXES,
-    OUR_PROGRAMS,
-    TRAINER,
-    TRAINER_EVIDENCE,
-    Document,
-    MergeConflict,
-    NotAConfiguration,
-    load_document,
-    read_text,
-    with_named_files,
-)
+from toolkit.lint import document as reading
+from toolkit.lint.document import ENGINE_FILES, LINTED_SUFFIXES, TRAINER, Document, MergeConflict, load_document
 from toolkit.lint.findings import LEVELS, NOTE, OLDEST_VERSIONS, RECENT_VERSIONS, WARNING, Finding, LintRule, Match
 from toolkit.lint.named_files import forget_projects, has_own_loop, installs, project_root, scripts_named
 from toolkit.lint.rules import RULES
@@ -90,7 +79,7 @@ def lint_paths(paths: Sequence[Path], *, skips_others: bool = False, forgets: bo
             except ToolkitError as error:
                 if must_be_one and len(paths) == 1:
                     raise
-                is_another = isinstance(error, NotAConfiguration | OverLimit)  # data, or another program's file
+                is_another = isinstance(error, reading.NotAConfiguration | OverLimit)  # data, or another program's file
                 if is_another and not must_be_one:
                     continue
                 text = file.read_bytes().decode(errors="replace") if is_file(file) else ""
@@ -205,7 +194,7 @@ def _place(document: Document, key: str) -> Document:
 def _is_known(document: Document, rule: LintRule) -> bool:
     """Return True where the program that reads a file is the one that the rule was checked with."""
     is_of_program = rule.library not in ("transformers", "trl", "accelerate", "pyyaml")  # by its own schema
-    return document.kind != TRAINER or document.program in OUR_PROGRAMS or is_of_program
+    return document.kind != TRAINER or document.program in reading.OUR_PROGRAMS or is_of_program
 
 
 def _since_unknown(document: Document, rule: LintRule, match: Match) -> bool:
@@ -244,7 +233,7 @@ def _level(document: Document, rule: LintRule, match: Match) -> str:
         return level
     if document.program is not None:
         return level if rule.for_every_program and document.program != A_SCRIPT else NOTE
-    has_evidence = len(document.data.keys() & TRAINER_EVIDENCE) > 1
+    has_evidence = len(document.data.keys() & reading.TRAINER_EVIDENCE) > 1
     return (level if rule.for_every_program else WARNING) if has_evidence else NOTE
 
 
@@ -275,7 +264,7 @@ def fixed_text(path: Path) -> str:
         if changed == document.text:
             break
         try:
-            document = with_named_files(read_text(changed, str(path)))
+            document = reading.with_named_files(reading.read_text(changed, str(path)))
         except ToolkitError:  # the file's layout does not allow an edit line by line: keep the text from before it
             break
     return document.text

@@ -19,48 +19,16 @@ from typing import Any
 
 import yaml
 
-from toolkit.convert.job_script import (
-    EMPTY_SCRIPT,
-    PAIR,
-    PROGRAMS,
-    SCRIPT_SUFFIXES,
-    JobScript,
-    LauncherCall,
-    read_script,
-)
+from toolkit.convert import job_script
+from toolkit.convert.job_script import EMPTY_SCRIPT, PROGRAMS, SCRIPT_SUFFIXES, JobScript, LauncherCall, read_script
 from toolkit.convert.programs import FOREIGN, TOOLKIT, program_of, program_schema, program_schemas, reader_of
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files import documents
-from toolkit.files.documents import (
-    CONFIGURATION,
-    LOADER,
-    MAX_YAML_BYTES,
-    YAML_TAG,
-    check_values,
-    check_yaml,
-    not_yaml,
-    parse_json,
-)
+from toolkit.files.documents import CONFIGURATION, LOADER, MAX_YAML_BYTES, YAML_TAG, check_values, check_yaml
 from toolkit.job.trainer_schema import trainer_argument_names
+from toolkit.lint import named_files
 from toolkit.lint.commands_in_yaml import script_of
-from toolkit.lint.named_files import (
-    LINT_TABLES,
-    MAX_PATH_LENGTH,
-    asks_from,
-    declares,
-    find_named,
-    has_own_copy,
-    imported_source,
-    installing,
-    names_program,
-    occurs,
-    pinned_below,
-    project_files,
-    project_root,
-    project_source,
-    reader_in,
-    source_of,
-)
+from toolkit.lint.named_files import LINT_TABLES, declares, find_named, has_own_copy, occurs, project_source
 from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS
 from toolkit.presets.removed_keys import DEEPSPEED_REMOVED, TRAINER_FSDP_KEYS, TRAINING_ARGUMENTS_REMOVED
 
@@ -192,7 +160,7 @@ class Document:
         if self.call is None or self.call.tool in PROGRAMS or self.program in FOREIGN:
             return declares(project_source(self.folder), name)
         of_a_fork = project_source(self.folder, "training_args.py", "/trl/trainer/")
-        imported = imported_source(self.source, self.folder)
+        imported = named_files.imported_source(self.source, self.folder)
         return any(declares(each, name) for each in (self.source, of_a_fork, imported))
 
     def is_read(self, name: str) -> bool:
@@ -208,8 +176,8 @@ class Document:
 
     def pinned_below(self, library: str, version: str | None) -> str | None:
         """Return what the project asks for where that is a library from before a version; None without a version."""
-        script = (self.command or self).text
-        return pinned_below(self.folder, library, version, installing(script)) if version else None
+        script = named_files.installing((self.command or self).text)
+        return named_files.pinned_below(self.folder, library, version, script) if version else None
 
     def has_own_copy(self, library: str) -> bool:
         """Return True where the file's project has the modules of a library itself."""
@@ -236,17 +204,18 @@ class Document:
         names, start = PROGRAM_NAMES[program], self.start
         texts = (self.text, Path(self.path).name, str(start.script) if start else "")
         is_named = any(name in text for name in names for text in texts)
-        return (start is not None and start.tool in PROGRAMS) or is_named or names_program(self.folder, *names)
+        is_named |= start is not None and start.tool in PROGRAMS
+        return is_named or named_files.names_program(self.folder, *names)
 
     @property
     def has_code(self) -> bool:
         """Return True where the script, or a Python file of the file's project, is here: what reads the settings."""
-        return bool(self.source or project_files(self.folder))
+        return bool(self.source or named_files.project_files(self.folder))
 
     def may_be_older(self, library: str, version: str) -> bool:
         """Return True for a setting in a project, or of a script, that does not ask for this version of a library."""
-        is_alone = project_root(self.folder) is None and not self.has_code
-        return not (is_alone or asks_from(self.folder, library, version))
+        is_alone = named_files.project_root(self.folder) is None and not self.has_code
+        return not (is_alone or named_files.asks_from(self.folder, library, version))
 
     @property
     def has_trl_parser(self) -> bool:
@@ -336,12 +305,12 @@ def _arguments(document: Document, call: LauncherCall) -> Document | None:
     off = [name for name in data if name not in _switches() and name.removeprefix("no_") in _switches()]
     renamed = {name: name.removeprefix("no_") for name in off if data[name] is True}
     data = {renamed.get(name, name): False if name in renamed else value for name, value in data.items()}
-    own, beside = source_of(call.script or "", document.path)
+    own, beside = named_files.source_of(call.script or "", document.path)
     source = own + beside
-    imported = imported_source(own, document.folder)
+    imported = named_files.imported_source(own, document.folder)
     others = {name: value for name, value in data.items() if not declares(source, name)}
     program = reader_of(others, script=call.script or "")
-    program = program or reader_in(own, imported, beside, is_trainer=bool(data.keys() & TRAINER_EVIDENCE))
+    program = program or named_files.reader_in(own, imported, beside, is_trainer=bool(data.keys() & TRAINER_EVIDENCE))
     is_trainer = (program is None and len(data.keys() & TRAINER_EVIDENCE) > 1) or program in (*OUR_PROGRAMS, *FOREIGN)
     launch_config = launch_settings(document, call)
     if not (is_trainer or launch_config):
@@ -393,7 +362,7 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
     command = Document(path=document.path, text=document.text, kind=None, call=call, positions=places)
     positions = {key: each for key, each in settings.positions.items() if key.partition(".")[0] not in places}
     program = settings.program or (reader_of(data, script=call.script or "") if settings.kind == TRAINER else None)
-    own = source_of(call.script or "", document.path)[0]
+    own = named_files.source_of(call.script or "", document.path)[0]
     has_parser = "parse_yaml_file(" in own and not any(name in own for name in PROGRAM_NAMES.get(program or "", ()))
     if program in FOREIGN and has_parser:
         program = None  # the script has a parser of its own, for settings with some of the program's names
@@ -403,7 +372,7 @@ def _named_file(document: Document, call: LauncherCall, written: Sequence[Docume
 
 def _values_behind(call: LauncherCall) -> dict[str, Any]:
     """Return the arguments of a command: `--name value`, and `name=value` as OmegaConf and Hydra read it."""
-    pairs = (word.lstrip("+").split("=", 1) for word in call.words if PAIR.match(word))
+    pairs = (word.lstrip("+").split("=", 1) for word in call.words if job_script.PAIR.match(word))
     return {name: True if value is None else value for name, (value, _) in call.arguments.items()} | dict(pairs)
 
 
@@ -517,13 +486,13 @@ def _parse_yaml(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
     except ToolkitError:
         raise
     except Exception as error:  # PyYAML raises KeyError, TypeError and more for scalars like `!!int ''`
-        raise not_yaml(path, error) from None
+        raise documents.not_yaml(path, error) from None
     check_values(data, path, CONFIGURATION, allow_nan=True)
     return data, found
 
 
 def _parse_json(text: str, path: str) -> tuple[Any, list[KeyPosition]]:
-    data = parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
+    data = documents.parse_json(text, path, limits=CONFIGURATION, allow_nan=True)
     if not isinstance(data, dict) or not (detect_kind(data) or data.keys() & FSDP_SECTION):
         return data, []  # results and data, of which folders are full: nothing in them is pointed to
     try:
@@ -625,7 +594,7 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
     named = document.get(key)
     if not isinstance(named, str) or named in ("", "none") or named.startswith("{") or "$" in named:
         return key, ""
-    if len(named) > MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
+    if len(named) > named_files.MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
         return key, ""
     return key, named
 

@@ -61,18 +61,21 @@ def find_named(named: str, path: str) -> Path | None:
         return None
     folder = Path(path).parent
     around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
-    changed = [each / inner / named for inner in _changed_folder(path) for each in (Path(), *around)]
+    changed = (each / named for each in changed_folders(path))
     candidates = [*changed, Path(named), *(each / named for each in around), folder / Path(named).name]
     file = next(filter(is_file, candidates), None)
     return None if file is None else Path(os.path.normpath(file))  # one name for a file that several name
 
 
 @functools.lru_cache(maxsize=64)
-def _changed_folder(path: str) -> list[str]:
-    """Return the folder below the one where it starts that a script changes to, where it names one alone."""
+def changed_folders(path: str) -> list[Path]:
+    """Return where a script is behind the one relative `cd` that it has: for each folder in which it may start."""
     text = texts_of([Path(path)]) if path.endswith(SCRIPT_SUFFIXES) else ""
     named = {*re.findall(r"^[ \t]*(?:cd|pushd)[ \t]+[\"']?([^\s\"';&|]+)", text, re.MULTILINE)}
-    return [*named] if len(named) == 1 and re.fullmatch(r"\w[\w./-]*|\./[\w./-]+", *named) else []
+    is_one = len(named) == 1 and re.fullmatch(r"\w[\w./-]*|\./[\w./-]+", *named)
+    starts = (Path(), *(Path(path).parent / ("../" * levels) for levels in range(5))) if is_one else ()
+    places = (Path(os.path.normpath(start / name)) for start in starts for name in named)
+    return [each for each in dict.fromkeys(places) if each.is_dir()]
 
 
 # -- Python files
@@ -142,9 +145,8 @@ def _around(folder: Path) -> list[Path]:
 def _requirements(folder: Path) -> tuple[str, str, str]:
     """Return what a folder's requirements.txt asks for, what its other files do, and what those of its parts do."""
     files, first = _project_files(folder, _REQUIREMENTS, levels=REQUIREMENT_LEVELS), folder / "requirements.txt"
-    written = {
-        each: texts_of([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in _project_files(folder, _INSTRUCTIONS)
-    }
+    told = _project_files(folder, _INSTRUCTIONS)
+    written = {each: texts_of([each], max_bytes=MAX_REQUIREMENTS_BYTES) for each in told}
     told = [each for each, text in written.items() if not _SERVES.search(text) or _TRAINS.search(text)]
     near = {folder, folder / "requirements"}
 
@@ -302,9 +304,8 @@ def forget_projects() -> None:
 @functools.lru_cache(maxsize=64)
 def project_source(folder: Path, *parts: str) -> str:
     """Return the text of the Python files of a project, or of those with one of some parts in their path."""
-    return _source_of(
-        tuple(each for each in project_files(folder) if not parts or any(part in str(each) for part in parts))
-    )
+    files = project_files(folder)
+    return _source_of(tuple(each for each in files if not parts or any(part in str(each) for part in parts)))
 
 
 @functools.lru_cache(maxsize=32)

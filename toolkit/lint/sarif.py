@@ -42,14 +42,10 @@ def _rule(name: str, result: LintResult) -> dict[str, Any]:
     found = next(finding for finding in result.findings if finding.rule == name)
     text = found.message if rule is None else rule.description
     level = found.level if rule is None else rule.level
-    described = {
-        "id": name,
-        "shortDescription": {"text": text or found.message},
-        "defaultConfiguration": {"level": level},
-    }
+    entry = {"id": name, "shortDescription": {"text": text or found.message}, "defaultConfiguration": {"level": level}}
     # An address is written for people where the documentation is in the wheel: SARIF takes URIs only.
     is_address = found.documentation.startswith("https://")
-    return described | ({"helpUri": found.documentation} if is_address else {})
+    return entry | ({"helpUri": found.documentation} if is_address else {})
 
 
 def _result(finding: Finding, rule_index: int) -> dict[str, Any]:

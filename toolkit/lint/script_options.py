@@ -8,7 +8,7 @@
 import ast
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from toolkit.convert.programs import program_schema
 from toolkit.job.trainer_schema import trainer_argument_names
@@ -22,9 +22,7 @@ PARSES = ("parse_args", "parse_args_into_dataclasses", "parse_args_and_config")
 OF_TRL = "(?:SFT|DPO|KTO|GRPO|RLOO|Reward|Model)Config|ScriptArguments"  # whose fields of any version count
 KEYWORDS = {"description", "formatter_class", "prog", "usage", "epilog", "add_help", "allow_abbrev"}
 # What takes other words too, or words from another place.
-OPEN = re.compile(
-    "parse_known_args|REMAINDER|return_remaining_strings|BooleanOptionalAction|argv|hydra|OmegaConf|aliases"
-)
+OPEN = re.compile("parse_known_args|REMAINDER|return_remaining|BooleanOptionalAction|argv|hydra|OmegaConf|aliases")
 # How Hugging Face's examples look for a file in place of options.
 FOR_A_FILE = re.compile(r"len\(sys\.argv\)|sys\.argv\[(?:1|-1)\]")
 
@@ -60,8 +58,10 @@ def options_of(source: str, modules: str) -> frozenset[str]:
         for each in nodes + others:
             if isinstance(each, ast.ClassDef):
                 classes.setdefault(each.name, []).append(each)
-        fields = [_fields(_name(each), classes) for each in asked]
-        return frozenset({""}.union(*fields)) if all(fields) else frozenset()
+        taken = [each for each in nodes + others if isinstance(each, ast.ImportFrom | ast.Import)]
+        names = {each.name for node in taken for each in node.names if str(getattr(node, "module", "trl"))[:3] == "trl"}
+        fields = [_fields(_name(each), classes, names) for each in asked]
+        return frozenset({"", "config" * (kind == "TrlParser")}.union(*fields)) if all(fields) else frozenset()
     is_plain = kind == "ArgumentParser" and {each.arg for each in parser.keywords} <= KEYWORDS
     return frozenset(_of_argparse(parser, adds, nodes) if is_plain else ())
 
@@ -95,15 +95,16 @@ def _of_argparse(made: ast.Call, adds: Sequence[ast.Call], nodes: Sequence[ast.A
     return names
 
 
-def _fields(name: str, classes: Mapping[str, Sequence[ast.ClassDef]]) -> set[str]:
+def _fields(name: str, classes: Mapping[str, Sequence[ast.ClassDef]], imported: Collection[str]) -> set[str]:
     """Return the fields of a dataclass and of those that it is made from; none where one of these is not known."""
     if name not in classes:
-        is_trls = re.fullmatch(OF_TRL, name)
+        is_trls = re.fullmatch(OF_TRL, name) and ({name, "trl"} & {*imported})
         is_known = is_trls or name in ("TrainingArguments", "Seq2SeqTrainingArguments")
-        of_trl = {"config", *program_schema("trl").fields, *program_schema("trl").former} if is_trls else OF_SEQ2SEQ
+        of_trl = {*program_schema("trl").fields, *program_schema("trl").former} if is_trls else OF_SEQ2SEQ
         return {*trainer_argument_names(), *TRAINING_ARGUMENTS_REMOVED, *of_trl} if is_known else set()
     others = {key: value for key, value in classes.items() if key != name}
-    bases = [_fields(_name(base), others) for each in classes[name] for base in each.bases if _name(base) != "object"]
+    made_of = [base for each in classes[name] for base in each.bases if _name(base) != "object"]
+    bases = [_fields(_name(base), others, imported) for base in made_of]
     lines = [line for each in classes[name] for line in each.body if isinstance(line, ast.AnnAssign)]
     return {_name(line.target) for line in lines}.union(*bases) if all(bases) else set()
 

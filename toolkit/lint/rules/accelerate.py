@@ -9,22 +9,8 @@ from toolkit.convert.job_script import launcher_tables
 from toolkit.files.documents import read_configuration
 from toolkit.lint.document import ACCELERATE, AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_enum,
-    as_int,
-    engine_of,
-    fsdp_key,
-    fsdp_setting,
-    fsdp_version,
-    is_deepspeed,
-    is_template,
-    names_json,
-    parallel_degree,
-    parallel_size_key,
-    shorten,
-    zero_stage,
-)
+from toolkit.lint.rules import settings
+from toolkit.lint.rules.settings import as_bool, as_enum, as_int, engine_of, fsdp_key, fsdp_setting, shorten
 from toolkit.parallel.layout import PARALLEL_KEY
 
 # Engines that ignore the other engines' blocks; XLA, for one, reads `fsdp_config` too.
@@ -54,7 +40,9 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
 def unquoted_no(doc: Document) -> Iterator[Match]:
     """YAML reads an unquoted `no` as false, which this key does not accept: accelerate and transformers raise."""
     for key in KEYS_WITH_NO[doc.kind or ACCELERATE]:
-        is_refused = key == "mixed_precision" and is_deepspeed(doc) and names_json(doc)  # with quotes too
+        is_refused = (
+            key == "mixed_precision" and settings.is_deepspeed(doc) and settings.names_json(doc)
+        )  # with quotes too
         if doc.get(key) is False and not is_refused:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
@@ -82,15 +70,15 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
 def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
     """accelerate raises where the product of the parallel degrees is not the number of processes."""
     processes = as_int(doc.get("num_processes"))
-    degrees = {name: parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+    degrees = {name: settings.parallel_degree(doc, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     product = math.prod(degrees.values())
-    if processes is None or fsdp_version(doc) != 2 or product < 2 or parallel_degree(doc, "sp") > 1:
+    if processes is None or settings.fsdp_version(doc) != 2 or product < 2 or settings.parallel_degree(doc, "sp") > 1:
         return
     if product != processes:
         factors = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         largest = max(degrees, key=lambda name: degrees[name])
         fix = f"degrees whose product is {processes}, or `num_processes: {product}`"
-        yield Match(parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
+        yield Match(settings.parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
 
 
 @rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
@@ -99,12 +87,12 @@ def sp_below_stage_3(doc: Document) -> Iterator[Match]:
     norm does.
     """
     json = doc.deepspeed_json
-    stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else zero_stage(json)
-    degree, listed = parallel_degree(doc, "sp"), doc.block("deepspeed_config").get(PARALLEL_KEY)
-    if is_deepspeed(doc) and stage < 3 and (degree > 1 or (isinstance(listed, list) and "sp" in listed)):
+    stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else settings.zero_stage(json)
+    degree, listed = settings.parallel_degree(doc, "sp"), doc.block("deepspeed_config").get(PARALLEL_KEY)
+    if settings.is_deepspeed(doc) and stage < 3 and (degree > 1 or (isinstance(listed, list) and "sp" in listed)):
         message = f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large"
         fix = "`stage` 3, as in the preset `ulysses`"
-        yield Match(parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
+        yield Match(settings.parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
 
 
 # -- `fsdp_config`, whose two versions give the same words different meanings
@@ -127,7 +115,7 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
     `fsdp_reshard_after_forward`.
     """
     reshard, strategy = fsdp_setting(doc, "reshard_after_forward"), fsdp_setting(doc, "sharding_strategy")
-    if fsdp_version(doc) != 1 or reshard is None:
+    if settings.fsdp_version(doc) != 1 or reshard is None:
         return
     intended = _fsdp1_strategy(reshard)
     runs = _fsdp1_strategy("FULL_SHARD" if strategy is None else strategy)
@@ -146,7 +134,7 @@ def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     full shard."""
     strategy = as_enum(fsdp_setting(doc, "sharding_strategy"))
     reshard = as_bool(fsdp_setting(doc, "reshard_after_forward", True))
-    if fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
+    if settings.fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
         return
     fixes = {"SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`", "NO_SHARD": "`distributed_type: MULTI_GPU`"}
     message = f"FSDP2 runs {'full shard' if reshard else 'shard_grad_op'}, not {shorten(strategy)}"
@@ -157,7 +145,7 @@ def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
 @rule(WARNING, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="nothing")
 def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
     """The key belongs to FSDP1; FSDP2 has no such setting and ignores it."""
-    if fsdp_version(doc) != 2:
+    if settings.fsdp_version(doc) != 2:
         return
     strategy = RESHARD_AFTER_FORWARD.get(as_enum(fsdp_setting(doc, "sharding_strategy")))
     redundant = strategy is not None and strategy == as_bool(fsdp_setting(doc, "reshard_after_forward", True))
@@ -175,7 +163,7 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
     """
     processes, machines = as_int(doc.get("num_processes")), as_int(doc.get("num_machines")) or 1
     written = re.search(r"^num_machines:[ ]*(\d+)", doc.text, re.MULTILINE)
-    if written and is_template(doc.get("num_machines")) and (processes or 1) < int(written[1]):
+    if written and settings.is_template(doc.get("num_machines")) and (processes or 1) < int(written[1]):
         machines = int(written[1])  # a command has a variable in its place
     is_filtered = any(doc.get(f"deepspeed_config.deepspeed_{each}_filter") for each in ("inclusion", "exclusion"))
     if not processes or processes < 1 or machines < 1 or is_filtered or engine_of(doc) == "NO":
@@ -186,7 +174,7 @@ def uneven_processes(doc: Document) -> Iterator[Match]:
         total = f"{per_node * machines} processes, {per_node} on each of {machines} nodes"
         fix = f"a multiple of {machines}, or the number of machines"
         yield Match("num_processes", f"{processes} starts {total}", fix)
-    is_open = ids == "all" or is_template(ids) or as_bool(doc.get("use_cpu"))
+    is_open = ids == "all" or settings.is_template(ids) or as_bool(doc.get("use_cpu"))
     gpus = per_node if is_open else len(ids.strip(" ,").split(","))
     fix = f"`num_processes: {gpus * machines}`"
     if per_node > gpus:
@@ -206,10 +194,10 @@ def never_taken(doc: Document) -> Iterator[Match]:
     differ = [name for name in ("rdzv_backend",) if many and as_enum(doc.get(name)) not in ("", "STATIC")]
     differ += [name for name in ("enable_cpu_affinity",) if as_bool(doc.get(name))]
     if differ:
-        settings = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
+        unread = ", ".join(f"{name} {shorten(doc.get(name))}" for name in table)
         values = {name: "" if name == "enable_cpu_affinity" else f" {shorten(doc.get(name))}" for name in differ}
         flags = " ".join(f"--{name}{value}" for name, value in values.items())
-        message = f"accelerate launch never takes these from the file: {settings}"
+        message = f"accelerate launch never takes these from the file: {unread}"
         yield Match(differ[0], message, f"`accelerate launch {flags}`")
 
 
@@ -222,13 +210,17 @@ def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
     in_block, model = fsdp_setting(doc, name), names.get("model_name_or_path", names.get("base_model"))
     key = f"fsdp_{name}" if in_block is None else fsdp_key(doc, name)
     classes = doc.get(key) if in_block is None else in_block
-    if not isinstance(classes, str) or is_template(classes) or (doc.kind == ACCELERATE and engine_of(doc) != "FSDP"):
+    if (
+        not isinstance(classes, str)
+        or settings.is_template(classes)
+        or (doc.kind == ACCELERATE and engine_of(doc) != "FSDP")
+    ):
         return
     from toolkit.models.decoders import LLAMA_FAMILY, OTHER_DECODERS
     from toolkit.models.read_model import known_models, made_from, same_shape
 
     known = None
-    if isinstance(model, str) and not is_template(model):
+    if isinstance(model, str) and not settings.is_template(model):
         known = model if model in known_models() else same_shape(model) or made_from(Path(model).name)
     family = {each.replace("_", "") for each in LLAMA_FAMILY}  # whose layers are all named alike
     types = {*family, *(each.replace("_", "") for each in OTHER_DECODERS)}

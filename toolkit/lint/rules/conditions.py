@@ -74,6 +74,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
     "is_complete": lambda doc: doc.is_complete,
     "program": lambda doc: doc.program,
     "says_what_wins": lambda doc: bool(WINS.search((doc.command or doc).text)),
+    "has_cpu_adam": lambda doc: "DeepSpeedCPUAdam" in doc.reader_source,
     "is_factory": lambda doc: doc.program == "llama-factory",
     "gpus": lambda doc: len(str(doc.get("gpu_ids")).split(",")) if doc.get("gpu_ids") not in (None, "all") else None,
     "zero_stage": settings.stage_of,
@@ -137,9 +138,8 @@ def _holds(doc: Document, name: str, wanted: Any) -> bool:
         return actual is not None and limit is not None and (actual > limit if word == "above" else actual < limit)
     is_empty = not value or value == "none"
     is_filled = not is_empty and not settings.is_template(value)
-    return {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}.get(
-        word, is_empty
-    )
+    said = {"off": not as_bool(value), "set": value is not None, "unset": value is None, "filled": is_filled}
+    return said.get(word, is_empty)
 
 
 def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]:

@@ -6,47 +6,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import LauncherCall, launcher_tables
+from toolkit.convert.job_script import launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
 from toolkit.hardware.disks import mount_of
-from toolkit.lint.document import (
-    ACCELERATE,
-    AXOLOTL,
-    DEEPSPEED,
-    SCRIPTS,
-    SUFFIXES,
-    TRAINER,
-    Document,
-    deepspeed_files,
-    load_document,
-)
+from toolkit.lint import document, named_files
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, SCRIPTS, SUFFIXES, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import (
-    declares,
-    find_named,
-    imported_source,
-    names_program,
-    project_root,
-    project_source,
-    scripts_named,
-    source_of,
-)
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_float,
-    as_int,
-    engine_of,
-    is_deepspeed,
-    is_without_trainer,
-    level_for_trainer,
-    names_json,
-    names_word,
-    offload_device,
-    shorten,
-    trainer_of,
-)
+from toolkit.lint.named_files import declares, find_named, imported_source, names_program, project_root, scripts_named
+from toolkit.lint.rules import settings
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_without_trainer, names_json, shorten, trainer_of
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
 
 _TABLE = read_table(__file__)
@@ -72,11 +42,9 @@ def not_auto(doc: Document) -> Iterator[Match]:
             message, fix = f"{shorten(value)} must equal {field}, or the Trainer raises", '`"auto"`'
             level = None if _differs_for_reader(doc, key, value) or (key == STEPS and as_int(value) == 0) else NOTE
             if key.endswith(".enabled") and isinstance(value, str):
-                message, fix = (
-                    f"{shorten(value)} is text, which equals no switch: the Trainer raises",
-                    f"{fix}, or no quotes",
-                )
-                level = ERROR if trainer_of(doc) else level_for_trainer(doc)
+                message = f"{shorten(value)} is text, which equals no switch: the Trainer raises"
+                fix += ", or no quotes"
+                level = ERROR if trainer_of(doc) else settings.level_for_trainer(doc)
             yield Match(key, message, fix, level=level)
 
 
@@ -108,7 +76,7 @@ def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
 @rule(WARNING, ACCELERATE, library="transformers", fix="nothing: it is `auto` then")
 def yaml_not_auto(doc: Document) -> Iterator[Match]:
     """The YAML fixes a setting that `TrainingArguments` owns: under the Trainer, any value but its own raises."""
-    if not is_deepspeed(doc) or names_json(doc) or is_without_trainer(doc):
+    if not settings.is_deepspeed(doc) or names_json(doc) or is_without_trainer(doc):
         return
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
@@ -125,11 +93,11 @@ def auto_is_kept(doc: Document) -> Iterator[Match]:
     for key in () if is_without_trainer(doc) else doc.positions:
         if doc.get(key) == "auto" and key not in launcher_tables()["filled"]:
             level = None if doc.named_by is not None else WARNING
-            level = NOTE if names_word(doc, key.rpartition(".")[2]) else level  # the project may fill it in
+            level = NOTE if settings.names_word(doc, key.rpartition(".")[2]) else level  # the project may fill it in
             yield Match(key, "nothing fills auto in here: accelerate and the Trainer raise", "remove it", level=level)
-    source = project_source(doc.folder) if is_without_trainer(doc) else ""
+    source = named_files.project_source(doc.folder) if is_without_trainer(doc) else ""
     for key in BATCH_KEYS if "deepspeed.initialize(" in source and "Accelerator(" not in source else ():
-        if doc.get(key) == "auto" and not names_word(doc, key):
+        if doc.get(key) == "auto" and not settings.names_word(doc, key):
             level = None if names_program(doc.folder, Path(doc.path).name) else WARNING
             yield Match(key, "only a Trainer and accelerate fill auto in: DeepSpeed raises", "a number", level=level)
 
@@ -159,7 +127,7 @@ def nvme_in_memory(doc: Document) -> Iterator[Match]:
     for part in ("optimizer", "param"):
         key = f"zero_optimization.offload_{part}.nvme_path"
         path = doc.get(key)
-        if offload_device(doc, part) != "nvme" or not isinstance(path, str):
+        if settings.offload_device(doc, part) != "nvme" or not isinstance(path, str):
             continue
         try:
             mount = mount_of(Path(path))
@@ -208,11 +176,11 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             level = None if here and not is_same else NOTE
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
     reader = trainer_of(doc)
-    level = ERROR if reader and reader.has("learning_rate") else None if reader else level_for_trainer(doc)
+    level = ERROR if reader and reader.has("learning_rate") else None if reader else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
-    if doc.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and not doc.has("scheduler.params.warmup_max_lr"):
+    if doc.get("scheduler.type") == "WarmupDecayLR" and not doc.has("scheduler.params.warmup_max_lr"):
         message = "it has no warmup_max_lr: the rate rises to DeepSpeed's 0.001, and not to the Trainer's learning_rate"
         fix = '`"warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": "auto"`'
         yield Match("scheduler.params", message, fix, level=level)
@@ -223,33 +191,31 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, ACCELERATE, TRAINER, *SCRIPTS, library="accelerate", fix="a path that exists where the run starts")
 def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
-    """A relative path counts from the working directory of the run. Where no file is there, accelerate raises, for a
-    JSON because it takes the path for base64 text.
-    """
+    """A relative path counts from the working directory of the run. Where no file is there, accelerate raises."""
     for call in doc.script.launches:
         named = str(call.options.get("config-file") or "") if call.tool == "accelerate" else ""
         names, file = Path(named).name, find_named(named, doc.path)  # which the script may write, or copy, itself
         written = re.findall(r">[ \t]*[\"']?\$\{?(\w+)", doc.text)  # by the name of a variable
         is_open = any(re.search(rf"\b{each}=[\"']?{re.escape(named)}", doc.text) for each in written)
         is_open |= not named.endswith(SUFFIXES) or "$" in named or doc.text.count(names) > 1
-        behind = _folders_behind(doc, call)
-        if (
-            file
-            and behind
-            and not (is_open or Path(named).is_absolute() or any((each / named).exists() for each in behind))
-        ):
+        changes = next((line <= call.line for _, line in doc.script.find(r"^cd[ \t]")), False)
+        behind = named_files.changed_folders(doc.path) if changes else []
+        is_there = is_open or Path(named).is_absolute() or any((each / named).exists() for each in behind)
+        if file and behind and not is_there:
             fix = f"`{os.path.relpath(file, behind[0])}`"
             message = f"{shorten(named)} is not there behind `cd {behind[0].name}`: accelerate raises"
             yield Match("--config_file", message, fix, line=call.line, level=ERROR)
         elif not (is_open or file):
             near = _near_file(doc, named)
-            message, fix = f"{shorten(named)} is not found from here", f"`{near}`" if near else "a path that exists"
+            message = f"{shorten(named)} is not found from here"
+            fix = "a path that exists" + (f": `{near}` is there" if near else "")
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
         script, is_module = call.script or "", {"m", "module"} & call.options.keys()
         is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
         is_lost = is_plain and project_root(doc.folder) and not scripts_named(script, doc.path)
         if near := _near_file(doc, script) if is_lost else None:
-            yield Match("script", f"{script} is not in the project", f"`{near}`", line=call.line, level=WARNING)
+            message, fix = f"{script} is not in the project", f"a path that exists: `{near}` is there"
+            yield Match("script", message, fix, line=call.line, level=WARNING)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]
@@ -257,7 +223,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     if named.endswith(".json") and "$" not in named and not is_there:
         found = f", but at {doc.fsdp_json.path}" if doc.fsdp_json else ""
         yield Match("fsdp_config", f"{shorten(named)} is not found from here{found}", "a path that exists")
-    key, named = deepspeed_files(doc)
+    key, named = document.deepspeed_files(doc)
     if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
     file = find_named(named, doc.path)
@@ -275,27 +241,15 @@ def _near_file(doc: Document, named: str) -> Path | None:
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
-    close = nearest(
-        Path(named).name, [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
-    )
+    names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
+    close = nearest(Path(named).name, names)
     return Path(named).parent / close if close else None
-
-
-def _folders_behind(doc: Document, call: LauncherCall) -> list[Path]:
-    """Return the folders that a launch is in behind the script's `cd`, one for each where the script may start; none
-    without a `cd`, or where one is not known."""
-    changes = doc.script.find(r"^.*\b(?:cd|pushd|popd)\b.*")
-    lines = [found[0] for found, line in changes if line <= call.line]
-    steps = [re.match(r"cd[ \t]+[\"']?([\w.]*\w[\w./-]*)", each) for each in lines]
-    path = Path(*(each[1] for each in steps if each))
-    starts = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if steps and all(steps) else ()
-    return list(dict.fromkeys(Path(os.path.normpath(each / path)) for each in starts if (each / path).is_dir()))
 
 
 @rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
 def deepspeed_file_no_json(doc: Document) -> Iterator[Match]:
     """The Trainer reads the file of `deepspeed` as JSON: YAML is for `accelerate launch`."""
-    named = deepspeed_files(doc)[1]
+    named = document.deepspeed_files(doc)[1]
     if named.endswith((".yaml", ".yml")) and not doc.is_read("deepspeed"):
         file = find_named(named, doc.path)
         is_accelerates = file is not None and re.search(rb"^distributed_type\s*:", file.read_bytes(), re.M)
@@ -308,7 +262,7 @@ def byte_order_mark(doc: Document) -> Iterator[Match]:
     """accelerate and the Trainer refuse a JSON that begins with a byte order mark; DeepSpeed alone takes it."""
     file = Path(doc.path)
     if doc.is_json and is_file(file) and file.read_bytes()[:3] == b"\xef\xbb\xbf":
-        level = NOTE if doc.named_by is None else level_for_trainer(doc)  # DeepSpeed alone may read it
+        level = NOTE if doc.named_by is None else settings.level_for_trainer(doc)  # DeepSpeed alone may read it
         message = "the file begins with a byte order mark: accelerate and the Trainer refuse it"
         yield Match("", message, "save it as UTF-8 without the mark", line=1, level=level)
 
@@ -316,7 +270,7 @@ def byte_order_mark(doc: Document) -> Iterator[Match]:
 @rule(ERROR, ACCELERATE, library="accelerate", fix="nothing: the JSON has it")
 def key_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses a YAML that repeats the JSON's setting, even if equal."""
-    if not names_json(doc) or not is_deepspeed(doc):
+    if not names_json(doc) or not settings.is_deepspeed(doc):
         return
     for name, there in OWNED_BY_JSON.items():
         key = f"deepspeed_config.{name}"
@@ -333,7 +287,7 @@ def key_owned_by_json(doc: Document) -> Iterator[Match]:
 def precision_owned_by_json(doc: Document) -> Iterator[Match]:
     """With a `deepspeed_config_file`, accelerate refuses `mixed_precision` in the YAML, even if the two agree."""
     precision = doc.get("mixed_precision")
-    if precision is None or not (names_json(doc) and is_deepspeed(doc)) or doc.is_flag("mixed_precision"):
+    if precision is None or not (names_json(doc) and settings.is_deepspeed(doc)) or doc.is_flag("mixed_precision"):
         return
     json = doc.deepspeed_json
     in_json = next((name for name in ("bf16", "fp16") if json and as_bool(json.get(f"{name}.enabled"))), None)
@@ -353,16 +307,16 @@ def batch_arithmetic_of_pair(doc: Document) -> Iterator[Match]:
         processes = as_int(doc.get("num_processes")) or processes_of(doc)
         key, fix = "num_processes" if doc.kind == ACCELERATE else "deepspeed", '`"auto"` for all three in the JSON'
         in_parts = any(each.has("parallelism_config") for each in (doc, doc.launch_config) if each)
-        is_on = doc.kind != ACCELERATE or engine_of(doc) == "DEEPSPEED"
+        is_on = doc.kind != ACCELERATE or settings.engine_of(doc) == "DEEPSPEED"
         if doc.deepspeed_json and is_on and not in_parts:
             yield from (Match(key, message, fix) for message in _unequal(doc.deepspeed_json, processes))
     for call in doc.script.launches:  # of a loop of its own, which deepspeed.initialize(args) reads it for
         named, line = call.arguments.get("deepspeed_config", ("", 0))
         file = find_named(str(named), doc.path)
-        words = " ".join((call.script or "", *call.arguments, *source_of(call.script or "", doc.path)))
+        words = " ".join((call.script or "", *call.arguments, *named_files.source_of(call.script or "", doc.path)))
         if file and not any(each in words.lower() for each in ("parallel", "pipe", "mpu")):
             with contextlib.suppress(ToolkitError):  # it may be no configuration
-                for message in _unequal(load_document(file), processes_of_call(call)):
+                for message in _unequal(document.load_document(file), processes_of_call(call)):
                     yield Match("--deepspeed_config", message, "a multiple, or another number of processes", line=line)
 
 

@@ -308,8 +308,8 @@ def directive_behind_command(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, *SCRIPTS, library="slurm", fix="as many of both")
 def more_processes_than_granted(doc: Document) -> Iterator[Match]:
-    """A rank takes the GPU of its number: where a node, or a container, has fewer, CUDA raises ("invalid device
-    ordinal"). Nodes that the job does not have are waited for.
+    """A rank takes the GPU of its number: where a node, or a container, has fewer, CUDA raises. Nodes that the job does
+    not have are waited for.
     """
     library = None if doc.kind == SBATCH else "torch"
     for call in doc.script.launches if "array" not in doc.script.directives else ():
@@ -358,8 +358,7 @@ def count_of_slurm(doc: Document) -> Iterator[Match]:
 
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
 def folder_made_too_late(doc: Document) -> Iterator[Match]:
-    """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once, without
-    a word."""
+    """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once."""
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
     for name, (value, line) in doc.script.directives.items():
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
@@ -378,7 +377,7 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_SUBMIT_DIR, the folder in which sbatch was started")
 def folder_of_copy(doc: Document) -> Iterator[Match]:
-    """SLURM runs a copy of the script from a spool folder, in which no other file of the project is."""
+    """SLURM runs a copy of the script, beside which no file of the project is."""
     script = doc.script
     own = [each for each in script.find(OWN_FOLDER) if script.expands_at(each[0].start())]
     for found, line in own[:1] if not script.mentions(KNOWS_COPY) else ():
@@ -437,7 +436,7 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")
 def no_such_port(doc: Document) -> Iterator[Match]:
-    """Ports end at 65535: the launcher raises (`OverflowError`, or torch's message about the rendezvous endpoint)."""
+    """Ports end at 65535: the launcher raises."""
     named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
     named += [
         (f"--{name}", call.options.get(name), call.line)
@@ -465,7 +464,7 @@ def signal_to_batch_shell(doc: Document) -> Iterator[Match]:
 
 @rule(NOTE, SBATCH, library="slurm", fix="srun --kill-on-bad-exit=1")
 def waits_for_lost_node(doc: Document) -> Iterator[Match]:
-    """Where a launcher fails on one node, the others wait until a timeout."""
+    """Where a launcher fails on one node, the others wait."""
     if not spans_nodes(doc) or doc.script.mentions(r"--kill-on-bad-exit|\bsrun\b.*\s-K"):
         return
     started = [call for call in doc.script.launches if re.search(r"\bsrun\b", call.before) and not is_alone(call)]

@@ -95,13 +95,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "trl":  # the first is another rule's
             of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
             of_script = not is_command and _is_of_a_script(schema, key)
-            if (
-                of_script
-                and key not in TRAINING_ARGUMENTS_REMOVED
-                and doc.start
-                and not doc.call
-                and _refuses(doc, key)
-            ):
+            if of_script and key not in TRAINING_ARGUMENTS_REMOVED and doc.start and _refuses(doc, key):
                 level = WARNING if doc.pinned_below("trl", KEPT_REST) else None
                 message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser refuses the file"
                 yield Match(key, message, "remove it", level=level)
@@ -113,9 +107,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         written = re.match(r"`(\w+)", fix)
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
-        since = _lost_in(schema, doc, key) or (
-            OLDEST_SWIFT if program == "ms-swift" and key in schema.renamed else None
-        )
+        of_swift = OLDEST_SWIFT if program == "ms-swift" and key in schema.renamed else None
+        since = _lost_in(schema, doc, key) or of_swift
         is_gone = program == "trl" and doc.call is None and not doc.pinned_below("trl", since)
         if is_gone and doc.pinned_below("trl", KEPT_REST):
             refusal = "the project's version drops it without a word"
@@ -160,7 +153,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 def _refuses(doc: Document, key: str) -> bool:
     """Return True for a setting of a file that a command names, where the parser of the command's script lacks it."""
     start, path = doc.start, (doc.command or doc).path
-    scripts = scripts_named(start.script or "", path) if start and start.tool not in PROGRAMS else []
+    is_own = start is not None and start.tool not in PROGRAMS and not (doc.call or doc.is_flag(key))
+    scripts = scripts_named(start.script or "", path) if start and is_own else []
     return bool(scripts) and all("TrlParser(" in each[0] and is_refused(key, *each) for each in scripts)
 
 

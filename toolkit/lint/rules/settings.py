@@ -14,17 +14,10 @@ from toolkit.convert.programs import FOREIGN
 from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
+from toolkit.lint import named_files
 from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
-from toolkit.lint.named_files import (
-    LINT_TABLES,
-    find_named,
-    has_own_loop,
-    imported_source,
-    occurs,
-    parses_own,
-    project_source,
-)
+from toolkit.lint.named_files import LINT_TABLES, find_named, has_own_loop, imported_source, occurs, parses_own
 from toolkit.presets.preset import presets_root
 
 TRUE_WORDS = {"true", "yes", "y", "t", "on", "1"}
@@ -257,7 +250,7 @@ def is_without_trainer(doc: Document) -> bool:
 
 def names_word(doc: Document, word: str) -> bool:
     """Return True where a string of the project's own code is that word: it may write such a key itself."""
-    source = project_source(doc.folder)
+    source = named_files.project_source(doc.folder)
     return f'"{word}"' in source or f"'{word}'" in source
 
 
@@ -291,7 +284,7 @@ def changes_to_full(doc: Document) -> bool | None:
     """Return whether a script changes to a full state dict before it saves; None where the script is not known."""
     reader = doc.named_by or doc
     source = reader.reader_source + imported_source(reader.source, reader.folder)
-    is_changed = re.search(r"state_dict_type(?:\(|[ ]*=(?!=))[^)]{0,120}\bFULL_STATE_DICT", source)
+    is_changed = re.search(r"\.get_state_dict\(|state_dict_type(?:\(|[ ]*=(?!=))[^)]{0,120}\bFULL_STATE_DICT", source)
     is_known = reader.source and (reader is doc or trainer_of(doc))
     return True if is_changed else False if is_known else None
 

@@ -34,6 +34,7 @@ ASSIGNED = re.compile(
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
+NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -55,7 +56,7 @@ def arrays_and_strings(script: JobScript) -> tuple[tuple[int, int], ...]:
 def lost_line(doc: Document) -> Iterator[Match]:
     """bash takes a line that begins with an option for a command: the launcher starts without it. The backslash
     before it is missing, or followed by a space, a comment, a blank line or a Windows line end. Behind a backslash and
-    a space any line is lost, the script's name too.
+    a space any line is lost.
     """
     script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
@@ -226,7 +227,7 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
         script, beside = source_of(call.script or "", doc.path)
         source = f"{script}\n{beside}"
         has_parser = "parse_args(" in script or "--local-rank" not in project_source(doc.folder)
-        if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser", source):
+        if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser|extra_args_provider", source):
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
             level = None if "ArgumentParser(" in source and "parse_args(" in source else NOTE  # or a library's parser
             message = f"{call.script} gets --local-rank=N" + (f", and has {has}" if level is None else "")
@@ -261,7 +262,7 @@ def launcher_behind_script(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
-    `--module`, and no `-m`, and underscores in its names, where the others take dashes too."""
+    `--module`, and no `-m`, and underscores in its names."""
     of_sbatch = launcher_tables()["options"]["sbatch"]
     for name, (_, line) in doc.script.directives.items() if doc.kind == SBATCH and doc.script.launches else ():
         close = nearest(name.replace("_", "-"), of_sbatch, cutoff=0.85) if len(name) > 1 else None
@@ -271,9 +272,7 @@ def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     for call in doc.script.launches:
         known = launcher_tables()["options"].get(call.tool, ())
         for name in call.options if known else ():
-            if fix := {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}.get(
-                (call.tool, name)
-            ):
+            if fix := NO_SUCH_LETTER.get((call.tool, name)):
                 message = f"{call.tool} has no -{name}, and refuses it"
                 yield Match(f"-{name}", message, fix, line=call.line, level=ERROR)
             is_name = re.fullmatch("[a-z][a-z0-9-]{2,}", name)
@@ -338,8 +337,7 @@ def two_engines(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="ms-swift", fix="NPROC_PER_NODE: as many as GPUs")
 def one_process_for_gpus(doc: Document) -> Iterator[Match]:
-    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed, vLLM and parts of a
-    sequence."""
+    """Without `NPROC_PER_NODE` ms-swift starts one process for all GPUs, and refuses DeepSpeed and vLLM."""
     is_told = doc.script.mentions("NPROC_PER_NODE|NNODES|SWIFT_SINGLE_DEVICE_MODE")
     for call in doc.script.launches if not is_told else ():
         gpus, parts = visible_devices(doc, call)[0], call.arguments.get("sequence_parallel_size") or ("1", 0)

@@ -12,19 +12,8 @@ from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import imported_source, occurs, source_of
-from toolkit.lint.rules.settings import (
-    CONVERTS_TEXT,
-    as_bool,
-    as_float,
-    as_int,
-    converts_text,
-    fsdp_setting,
-    is_grpo,
-    is_template,
-    keeps_text,
-    passes,
-    shorten,
-)
+from toolkit.lint.rules import settings
+from toolkit.lint.rules.settings import CONVERTS_TEXT, as_bool, as_float, as_int, fsdp_setting, is_template, shorten
 from toolkit.presets.removed_keys import TRAINER_FSDP_KEYS
 
 STRATEGIES = {"logging": "steps", "eval": "no", "save": "steps"}
@@ -59,7 +48,7 @@ def refused_by_trainer(doc: Document) -> Iterator[Match]:
     evaluation = str(doc.get("evaluation_strategy", strategies["eval"]))
     if any(map(doc.is_read, ("load_best_model_at_end", "lr_scheduler_type"))):  # by name: others may be its own
         missing = {"eval", "save"} - {key[:4] for key in doc.data if key.endswith("_strategy")}
-        is_known &= not any(passes(doc, rf"{each}(?:uation)?_strategy") for each in missing)
+        is_known &= not any(settings.passes(doc, rf"{each}(?:uation)?_strategy") for each in missing)
     if as_bool(doc.get("load_best_model_at_end")) and strategies["save"] != "best" and is_known:
         every, saved = steps["eval"], steps["save"]
         if doc.program is None and not (doc.has("eval_steps") and doc.has("save_steps")):
@@ -94,7 +83,7 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     """
     of_swift = doc.program == "ms-swift" and doc.get("rlhf_type") == "grpo" and doc.has("gradient_accumulation_steps")
     of_unsloth = occurs(UNSLOTH, doc.reader_source)  # which makes the batch as large as a group
-    if of_unsloth or not (is_grpo(doc) or of_swift):
+    if of_unsloth or not (settings.is_grpo(doc) or of_swift):
         return
     group = as_int(doc.get("num_generations", 8))
     defaults = GENERATION_BATCH | ({"per_device_train_batch_size": 1} if of_swift else {})
@@ -173,8 +162,8 @@ def number_as_text(doc: Document) -> Iterator[Match]:
         is_its = is_number and "float" in field.type and doc.program in ("transformers", None)
         is_in_yaml = doc.call is None and not (doc.is_json or doc.is_flag(name))
         is_passed = is_number and is_in_yaml and _is_passed_on(doc, name)
-        if is_passed or (is_its and is_in_yaml and not converts_text(doc, name)):
-            number, level = re.sub("[eE]", ".0e", str(value)), None if is_passed or keeps_text(doc) else NOTE
+        if is_passed or (is_its and is_in_yaml and not settings.converts_text(doc, name)):
+            number, level = re.sub("[eE]", ".0e", str(value)), None if is_passed or settings.keeps_text(doc) else NOTE
             effect, library = ("the optimizer raises", "torch") if is_passed else ("parse_yaml_file keeps it", None)
             message = f"{value} is text to PyYAML: {effect}"
             yield Match(name, message, f"`{number}`", value=number, level=level, library=library)

@@ -14,33 +14,11 @@ from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, SCRIPTS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, occurs
+from toolkit.lint.rules import settings
 from toolkit.lint.rules.programs import glued_number, is_read_by_project
-from toolkit.lint.rules.settings import (
-    OMEGACONF,
-    as_bool,
-    as_float,
-    as_int,
-    converts_text,
-    engine_of,
-    fsdp_key,
-    fsdp_setting,
-    is_grpo,
-    is_template,
-    is_trl,
-    keeps_text,
-    shorten,
-    uses_fsdp,
-)
-from toolkit.presets.known_keys import (
-    ACCELERATE_BLOCKS,
-    BLOCK,
-    DEEPSPEED_BLOCKS,
-    NOTHING,
-    RESHARD,
-    STAGE,
-    Types,
-    ValueType,
-)
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, engine_of, fsdp_key, is_grpo, is_template, shorten
+from toolkit.presets import known_keys
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, BLOCK, DEEPSPEED_BLOCKS, NOTHING, RESHARD, STAGE, Types
 
 # Arguments with a closed set of words; every version has the first three, and every program those of schedules.
 CLOSED_ARGUMENTS: tuple[str, ...] = (*LINT_TABLES["closed_arguments"],)
@@ -57,6 +35,7 @@ PREFIXES = {block: block.removesuffix("config") for block in PREFIXED_BLOCKS}
 AUTO_IS_READ = (("steps_per_print", "auto"), ("num_processes", "auto"), ("num_processes", -1))  # by a command's option
 NO_TEXT = ("num_machines", "main_process_port")  # accelerate takes these for numbers, without reading text
 MAY_BE_NULL = ("eval_delay", "save_steps", "ddp_timeout", "local_rank")  # where nothing is counted
+OWN_OPTIMIZER = re.compile(r"deepspeed\.initialize\([^)]*\boptimizer[ ]*=")  # beside which that of the JSON is not made
 READ_SINCE: Mapping[str, str] = LINT_TABLES["read_since"]
 # How `ValueType.expected` begins where no other word is accepted; other types list the words of presets only.
 READABLE_TYPES = ("true or false", "a whole number", "a number", "a list", "keys and values", "0, 1, 2")
@@ -108,7 +87,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     """`TrainingArguments` keeps the value, and what first computes with it raises."""
     # argparse converts a command line and the files of TRL and ms-swift; transformers' parser converts no file.
     is_kept = doc.call is None and doc.program in ("transformers", "llama-factory", None)
-    level = WARNING if doc.program == "llama-factory" or keeps_text(doc) else NOTE
+    level = WARNING if doc.program == "llama-factory" or settings.keeps_text(doc) else NOTE
     for name in doc.call.arguments if doc.call else ():
         if option := glued_number(doc, name):
             message = "is refused: the number is a part of the name"
@@ -120,7 +99,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         is_text = is_kept and isinstance(value, str) and bool(expected) and not doc.is_flag(name)
         if doc.call is None and isinstance(value, list | dict) and doc.is_declared(name):
             continue  # as the project's own code has it: a space to search, a table
-        is_text = is_text and not converts_text(doc, name)
+        is_text = is_text and not settings.converts_text(doc, name)
         is_float = kind == "float" and not doc.is_json  # whose exponents are another rule's
         is_text &= not (is_float and re.fullmatch(r"[-+\d]+[eE][-+\d]+", str(value)))
         effect = "counts as true" if kind == "bool" else "the Trainer cannot count with"
@@ -138,13 +117,7 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
             yield Match(name, "no value follows it: the parser refuses it", f"`--{name} VALUE`")
         elif (found := reads(value)) is None:
             says = f" is text here, which {effect}" if is_text and kind == "bool" else f", expected {expected}"
-            fix = (
-                "`null`"
-                if kind != field.type and value == "None"
-                else expected
-                if value
-                else f"remove it, or {expected}"
-            )
+            fix = "`null`" if kind != field.type and value == "None" else "remove it, or " * (value == "") + expected
             yield Match(name, f"{shorten(value) or repr(value)}{says}", fix, level=OF_OTHERS.get(doc.program))
         elif is_text and found is not True:
             fix = f"`{found if kind == 'int' else value.lower()}`, without quotes"
@@ -199,7 +172,7 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
 def _reads_exponents(doc: Document) -> bool:
     """Return True for a YAML whose loader takes `5e8` for a number: that of JSON by another name, or OmegaConf's."""
     is_in_braces = doc.text.lstrip().startswith("{")
-    return not doc.is_json and (is_in_braces or "${" in doc.text or occurs(OMEGACONF, doc.reader_source))
+    return not doc.is_json and (is_in_braces or "${" in doc.text or occurs(settings.OMEGACONF, doc.reader_source))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
@@ -221,7 +194,7 @@ def _as_expected(key: str, value: Any, expected: str) -> str:
     return expected
 
 
-def has_wrong_type(kind: ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
+def has_wrong_type(kind: known_keys.ValueType, value: Any, *, block: str, is_deepspeed: bool) -> bool:
     """accelerate reads `"8"` as 8 and `yes` as true, DeepSpeed only in blocks that pydantic reads, and no exponent
     there; other rules are about words that mean something else."""
     readings: tuple[Any, ...] = (value, as_bool(value), as_int(value), as_float(value))
@@ -282,10 +255,11 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
     schema = program_schemas().get(program or "")
     tables = launcher_tables()["words_of_programs"]
     by_hand: dict[str, Any] = {} if program == "trl" else tables.get(program, {})
-    if program in (*OUR_PROGRAMS, None) and is_trl(doc):
+    if program in (*OUR_PROGRAMS, None) and settings.is_trl(doc):
         command = (doc.start.script or "") if doc.start else ""
         by_hand = tables.get(command, tables["grpo" if is_grpo(doc) else "trl"])
-    library = "trl" if schema is None else schema.distribution
+    library, instead = "trl" if schema is None else schema.distribution, launcher_tables()["instead_of_words"]
+    instead = instead.get(program, {})  # of the one word, where the list is long
     of_schema = {key: {"words": words} for key, words in schema.words.items()} if schema else {}
     for key, table in (of_schema | by_hand).items():
         block, _, name = key.rpartition(".")
@@ -305,19 +279,17 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         is_old = (key in by_hand or key in REGISTERED) and is_far
         of_fork = is_far and schema is not None and program != "trl" and bool(schema.strange(doc.data))
         effect = "it raises where it is read" if is_kept else "it raises"
-        fix = _instead_of_word(doc, program, key) or ("one of these" if is_far else None)
+        fix = _template_of_model(doc, program, key) or (instead.get(key, "one of these") if is_far else None)
         fix = f"the version that has it, or {fix}" if of_fork else fix
         level = NOTE if of_fork else WARNING if is_kept or is_old else None
         plain = [each for each in words if each[:1] != "*"]
         yield from _not_a_word(place, value, plain, effect, fix=fix, level=level, library=library)
 
 
-def _instead_of_word(doc: Document, program: str | None, key: str) -> str | None:
-    """Return the model's own template, and what to write in the place of a word whose list is long; None for others."""
-    tables = launcher_tables()["instead_of_words"].get(program, {})
+def _template_of_model(doc: Document, program: str | None, key: str) -> str | None:
+    models = launcher_tables()["instead_of_words"].get(program, {}).get("of models", {}) if key == "template" else {}
     model = str(doc.get("model_name_or_path")).rpartition("/")[2].lower()
-    of_model = next((word for word, names in tables.get("of models", {}).items() if re.match(names, model)), None)
-    return f"`{of_model}`" if of_model and key == "template" else tables.get(key)
+    return next((f"`{word}`" for word, names in models.items() if re.match(names, model)), None)
 
 
 def _other_words(doc: Document) -> Iterator[Match]:
@@ -339,13 +311,14 @@ def _other_words(doc: Document) -> Iterator[Match]:
         if value == "auto" and name == "device":
             yield Match(place, "auto is the default, none: nothing is offloaded", "`cpu` or `none`", level=NOTE)
         elif is_word and fold(str(value)) not in map(fold, words):
-            near = _near_words(str(value)[:100], words) if key == "scheduler.type" else []
-            takes = launcher_tables()["parameters"].get(near[0], ()) if near else ()
-            strange = takes and doc.block("scheduler.params").keys() - {*takes}  # which it would refuse
-            fix = (
-                f"remove it, and set `lr_scheduler_type`; or `{near[0]}`, with {', '.join(takes)}" if strange else None
-            )
-            yield from _not_a_word(place, value, words, table.get("otherwise", "it raises"), fix=fix)
+            near = _near_words(str(value)[:100], words)[:1] if key == "scheduler.type" else []
+            takes = launcher_tables()["parameters"].get(*near, ()) if near else ()
+            has_others = takes and doc.block("scheduler.params").keys() - {*takes}  # which it would refuse
+            with_these = f"`{''.join(near)}`, with {', '.join(takes)}"
+            fix = f"remove it, and set `lr_scheduler_type`; or {with_these}" if has_others else None
+            is_unread = key == "optimizer.type" and occurs(OWN_OPTIMIZER, doc.reader_source)
+            level, otherwise = NOTE if is_unread else None, table.get("otherwise", "it raises")
+            yield from _not_a_word(place, value, words, otherwise, fix=fix, level=level)
     if doc.kind != TRAINER:
         return
     fields, ours = trainer_schema().fields, doc.program in (*OUR_PROGRAMS, None)
@@ -363,10 +336,10 @@ def _other_words(doc: Document) -> Iterator[Match]:
 
 def _is_in_effect(doc: Document, block: str, name: str) -> bool:
     """Return False for a word of an engine that the file does not run, which nothing reads."""
-    version = as_int(fsdp_setting(doc, "version", 2 if doc.kind == TRAINER else 1))
+    version = as_int(settings.fsdp_setting(doc, "version", 2 if doc.kind == TRAINER else 1))
     is_other = version == 1 if name == "reshard_after_forward" else version == 2 and name in OF_FSDP1
     if doc.kind == TRAINER:
-        return block != "fsdp_config" or (uses_fsdp(doc) and not is_other)
+        return block != "fsdp_config" or (settings.uses_fsdp(doc) and not is_other)
     if block == "dynamo_config":  # which the launcher of DeepSpeed does not pass on
         return engine_of(doc) != "DEEPSPEED"
     if block == "fp8_config":
