@@ -147,10 +147,11 @@ class Verification:
             with contextlib.suppress(Exception):  # a kind of node that is not known must not end the run
                 self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
 
-    def before_backward(self, loss: Any, steps: int, *, items: Any = None) -> None:
-        """Read how the first loss is divided by the accumulation steps; accelerate's own are 1 under a Trainer."""
+    def before_backward(self, loss: Any, steps: int, *, items: Any = None, scale_wrt_gas: bool = True, **_: Any) -> None:
+        """Read how the first loss is divided by the accumulation steps; a Trainer has DeepSpeed not divide it."""
         if self.scale_warning is None:
-            self.scale_warning, by_accelerate = "", self.trainer.accelerator.gradient_accumulation_steps > 1
+            by_accelerate = scale_wrt_gas and self.trainer.accelerator.gradient_accumulation_steps > 1
+            self.scale_warning = ""
             with contextlib.suppress(Exception):  # nor here
                 self.scale_warning = scale_warning(loss, steps, by_accelerate=by_accelerate, items=items)
 
