@@ -108,7 +108,7 @@ class Verification:
         self.accumulated = RankReading.of(accumulate=None)
         self.loss_graph: LossGraph | None = None
         self.reached, self.labels_padding, self.reads_saved = set[int](), False, True
-        """`reached`: parameters with a gradient, by identity. `reads_saved`: the script has no hooks of saved tensors."""
+        """`reached`: parameters with a gradient, by identity; `reads_saved`: the script does not hook saved tensors."""
         self.scale_warning: str | None = None  # how the first loss is divided, once it is read; empty if as it should
         self.documents: list[KernelRow] | None = None
 
