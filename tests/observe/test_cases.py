@@ -76,6 +76,7 @@ SILENT = {
     "schedule": "warning: the learning rate is 0 since step 5",
     "resume": "warning: the optimizer began anew after step 4",
     "averages": "",
+    "once": "",
 }
 QUICK = [
     Case("error_after", says=("error_after.py", "RuntimeError: evaluation data is missing"), status="failed", code=1)

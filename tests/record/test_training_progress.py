@@ -15,6 +15,7 @@ from toolkit.record.training_progress import (
     STEP_LINE,
     loss_growth,
     newest_steps,
+    repeated_epoch,
     signs_of_divergence,
     step_line,
     untrained_steps,
@@ -125,3 +126,10 @@ def test_every_sign_is_named_with_its_figures() -> None:
         "the loss grew from 4.3500 to 10.9000",
         "grad_norm was exactly 0 in steps 2 to 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps"), [("abcabcabc", 3), ("abcabca", 3), ("abcabc", 3), ("abcacbabc", None), ("aaaaaa", None)]
+)
+def test_an_epoch_in_the_order_of_the_first_is_known_but_not_one_batch_over_and_over(batches: str, steps: Any) -> None:
+    assert repeated_epoch([[row(n, batch_sha256=each)] for n, each in enumerate(batches, 1)]) == steps

@@ -55,10 +55,8 @@ class LedgerRecord(SideRunFigures, Run):
         if self.kind == "probe" and self.per_device_train_batch_size is None:
             raise ValueError("it has no per_device_train_batch_size")
         last = max(self.timed_step_numbers, default=0)
-        needed, counts = (
-            (self.step_seconds, self.step_tokens),
-            (self.step_non_padding_tokens, self.step_supervised_tokens),
-        )
+        needed = (self.step_seconds, self.step_tokens)
+        counts = (self.step_non_padding_tokens, self.step_supervised_tokens)
         if any(len(each) < last for each in needed) or any(0 < len(each) < last for each in counts):
             raise ValueError(f"step_seconds and the counts of tokens must reach the last timed step, {last}")
         return self

@@ -212,7 +212,7 @@ class TrainerHooks:
 
     def backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         steps = getattr(self.trainer, "current_gradient_accumulation_steps", 1)
-        self.observer.verification.before_backward(loss, steps, items=self.items)
+        self.observer.verification.before_backward(loss, steps, items=self.items, **kwargs)
         return backward(loss, *args, **kwargs)
 
     def training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

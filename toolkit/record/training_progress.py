@@ -120,7 +120,7 @@ def signs_of_divergence(steps: list[list[StepRow]], losses: Sequence[float | Non
 
 
 def repeated_epoch(steps: list[list[StepRow]]) -> int | None:
-    """Return the steps of an epoch whose batches, in their order, every later one has; None where they differ."""
+    """Return the steps of an epoch whose batches, in their order, every later one has; None for one step, or others."""
     batches = [[row.batch_sha256 for row in step] for step in steps]
-    period = next((n for n in range(2, len(batches) - 2) if batches[n] == batches[0]), None)
-    return period if period and any(batches[0]) and batches[period:] == batches[:-period] else None
+    period = next((n for n in range(1, len(batches) - 2) if batches[n] == batches[0]), 1)
+    return period if period > 1 and any(batches[0]) and batches[period:] == batches[:-period] else None

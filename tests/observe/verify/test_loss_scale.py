@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, kl_div, mse_loss
 
 from toolkit.observe.verify.loss_scale import scale_warning
 
@@ -68,3 +68,11 @@ def test_a_loss_that_a_trainer_leaves_to_its_model(loss: Callable[[Tensor], Tens
     assert (said in warned) if said else warned == ""
     if "nothing" in said:
         assert scale_warning(loss(logits), 2, by_accelerate=False) == ""  # the Trainer has counted no labels
+
+
+@pytest.mark.parametrize("loss", [lambda x: mse_loss(x, torch.ones(4, 4)), lambda x: (x - 1).square().mean()])
+def test_half_a_squared_error_is_no_division_for_two_steps(loss: Callable[[Tensor], Tensor]) -> None:
+    logits = torch.arange(16.0).reshape(4, 4).requires_grad_()
+    assert scale_warning(loss(logits) / 2, 2, by_accelerate=True) == ""
+    assert "again by accelerate" in scale_warning(loss(logits) / 2 / 2, 2, by_accelerate=True)
+    assert "again by accelerate" in scale_warning(loss(logits) / 4, 4, by_accelerate=True)

@@ -29,13 +29,16 @@ def scale_warning(loss: Any, steps: int, *, by_accelerate: bool, items: Any = No
 
 
 def _divisions(node: Any, steps: int) -> int:
-    """Count the last operations that divide a mean by `steps`, but not the one of an average of as many terms."""
+    """Count the last divisions of a mean by `steps`, but not one that averages as many terms or halves a square."""
     times = 0
     while node is not None and (
         (divides := node.name() == "DivBackward0" and _other(node) == steps) or node.name().startswith(_SAME_VALUE)
     ):
         node, times = next(iter(_inputs(node)), None), times + divides
-    return max(0, times - (node is not None and (not _is_mean(node, ()) or len(_terms(node)) == steps)))
+    terms = [] if node is None else _terms(node)
+    names = {each.name() for term in terms for each in (term, *_inputs(term))}
+    averages = len(terms) == steps or (steps == 2 and names & {"MseLossBackward0", "PowBackward0"})
+    return max(0, times - bool(terms and (averages or not _is_mean(node, ()))))
 
 
 def _is_mean(node: Any, wholes: tuple[float, ...]) -> bool:
@@ -44,16 +47,14 @@ def _is_mean(node: Any, wholes: tuple[float, ...]) -> bool:
         name, factor, inputs = term.name(), _other(term), _inputs(term)
         is_mean = name.startswith("MeanBackward") or getattr(term, "_saved_reduction", None) == _MEAN
         if name == "DivBackward0" and factor is not None and factor not in wholes:
-            is_mean = _is_sum(inputs[0]) or _is_mean(inputs[0], wholes)
+            is_sum = inputs[0].name().startswith(("SumBackward", "NansumBackward"))
+            is_sum |= getattr(inputs[0], "_saved_reduction", None) == _SUM
+            is_mean = is_sum or _is_mean(inputs[0], wholes)
         elif name == "MulBackward0" and factor is not None and all(abs(factor * each - 1) > 1e-6 for each in wholes):
             is_mean = all(_is_mean(each, wholes) for each in inputs)
         if not is_mean:
             return False
     return True
-
-
-def _is_sum(node: Any) -> bool:
-    return node.name().startswith(("SumBackward", "NansumBackward")) or getattr(node, "_saved_reduction", None) == _SUM
 
 
 def _terms(node: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from toolkit.engines.live_engine import live_engine
@@ -106,7 +107,8 @@ class Verification:
         self.gradients: RankReading | None = None
         self.accumulated = RankReading.of(accumulate=None)
         self.loss_graph: LossGraph | None = None
-        self.reached, self.labels_padding = set[int](), False  # parameters with a gradient, by identity
+        self.reached, self.labels_padding, self.reads_saved = set[int](), False, True
+        """`reached`: parameters with a gradient, by identity; `reads_saved`: the script does not hook saved tensors."""
         self.scale_warning: str | None = None  # how the first loss is divided, once it is read; empty if as it should
         self.documents: list[KernelRow] | None = None
 
@@ -130,6 +132,8 @@ class Verification:
 
     def before_loss(self, inputs: Any) -> None:
         """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
+        # a script's hooks may give what autograd has saved only once
+        self.reads_saved = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         if self.reading is None and self.parts.expected.of_script:
             encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # other tokens' labels
             self.labels_padding |= not encodes and labels_padding(inputs)
@@ -145,14 +149,15 @@ class Verification:
             self.loss_graph = LossGraph(None)
             checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.plain.modules())
             with contextlib.suppress(Exception):  # a kind of node that is not known must not end the run
-                self.loss_graph = LossGraph(loss, reads_saved=not checkpoints)
+                self.loss_graph = LossGraph(loss, reads_saved=self.reads_saved and not checkpoints)
 
-    def before_backward(self, loss: Any, steps: int, *, items: Any = None) -> None:
-        """Read how the first loss is divided by the accumulation steps; accelerate's own are 1 under a Trainer."""
-        if self.scale_warning is None:
-            self.scale_warning, by_accelerate = "", self.trainer.accelerator.gradient_accumulation_steps > 1
+    def before_backward(self, loss: Any, steps: int, *, items: Any = None, **backward: Any) -> None:
+        """Read how the first loss is divided by the accumulation steps; a Trainer has DeepSpeed not divide it."""
+        if self.scale_warning is None and self.reads_saved:
+            divides = backward.get("scale_wrt_gas", True) and self.trainer.accelerator.gradient_accumulation_steps > 1
+            self.scale_warning = ""
             with contextlib.suppress(Exception):  # nor here
-                self.scale_warning = scale_warning(loss, steps, by_accelerate=by_accelerate, items=items)
+                self.scale_warning = scale_warning(loss, steps, by_accelerate=divides, items=items)
 
     @property
     def plain(self) -> Any:
