@@ -83,11 +83,12 @@ def test_a_loop_that_contradicts_its_preset_ends_after_the_first_step(
         ("other_size", OTHER_SIZES.format("2 and 3")),
         ("twice", "warning: the loss is divided by gradient_accumulation_steps (2) by the script, and again by acc"),
         ("stays", STAYS_IN_EVAL.format(5)),
+        ("stays_alike", ""),  # in eval mode too, without a dropout
         ("plain", ""),
     ],
 )
 def test_what_a_loop_trains_otherwise_than_it_seems_is_named(mode: str, warning: str, tmp_path: Path) -> None:
-    ended = launched("ddp", mode, tmp_path, "--stop-after-steps", "5" if mode == "stays" else "2")
+    ended = launched("ddp", mode, tmp_path, "--stop-after-steps", "5" if "stays" in mode else "2")
     assert ended.returncode == 0, ended.stderr[-3000:]
     named = [line for line in ended.stdout.splitlines() if line.startswith("warning")]
     assert [line.startswith(warning) for line in named] == [True] * bool(warning), named

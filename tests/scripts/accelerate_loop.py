@@ -56,6 +56,8 @@ def observed(mode, folder):
     if mode == "whole":
         del Classifier._no_split_modules
     model, rows = Classifier(), [{"input_ids": list(range(n, n + 8))} for n in range(32)]
+    if mode == "stays":
+        model.layers.append(torch.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     workers = {"num_workers": 2, "persistent_workers": True} if mode == "workers" else {}
     size = 2 + (mode == "other_size" and accelerator.process_index)
@@ -71,8 +73,8 @@ def observed(mode, folder):
         with torch.no_grad():
             correct = sum((model(batch["input_ids"]).argmax(-1) == batch["labels"]).sum() for batch in held_out)
         print(f"{int(correct)} correct")
-        model.train(mode != "stays")
-        if mode in ("late", "workers", "stays"):  # an epoch later
+        model.train(not mode.startswith("stays"))
+        if mode in ("late", "workers", "stays", "stays_alike"):  # an epoch later
             train(mode, accelerator, model, optimizer, loader)
     if mode in ("late", "workers"):
         assert all(batch.keys() == {"input_ids", "attention_mask", "labels"} for batch in loader)

@@ -191,7 +191,9 @@ class ObservedLoop:
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> None:
         if self.modes == {not self.trains_in_mode}:
             self.trains_in_mode = not self.trains_in_mode
-            if self.run.writes and not self.trains_in_mode:
+            was_on = self.observer.verification.forwards.dropouts  # of the first step
+            if self.run.writes and not self.trains_in_mode and True in was_on:
+                was_on.clear()
                 print(f"{STAYS_IN_EVAL.format(self.step + 1)}\n", end="", flush=True)
         self.modes.clear()
         self.observer.after_loss(loss)
