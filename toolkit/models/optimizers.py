@@ -268,8 +268,7 @@ def _of_scripts(spec: OptimizerSpec, given: Mapping[str, str]) -> OptimizerSpec 
     is_fraction = re.fullmatch(r"1(\.0*)?|0?\.\d*[1-9]\d*", fraction) is not None
     if others is None or not is_fraction or not re.fullmatch("[1-9][0-9]*", multiple) or "dtype" in str([*given]):
         return None
-    states = _of_hidden(spec.optim, fraction=float(fraction), multiple=int(multiple), others=others)
-    return replace(spec, states=states)
+    return replace(spec, states=_of_hidden(spec.optim, fraction=float(fraction), multiple=int(multiple), others=others))
 
 
 def same_states(one: str, other: str) -> bool:

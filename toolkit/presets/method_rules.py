@@ -245,8 +245,7 @@ def optimizer_runs(case: Case, preset: PresetSpec) -> Answers:
 
 def _no_optimizer(engine: Engine, optim: str, *, offloaded: bool = False) -> Sequence[str] | None:
     answers, library = engine.no_optimizer, optimizer_library(optim)
-    where_offloaded = answers.get(f"{library} offloaded") if offloaded else None
-    return answers.get(optim) or answers.get(library) or where_offloaded
+    return answers.get(optim) or answers.get(library) or (answers.get(f"{library} offloaded") if offloaded else None)
 
 
 def preset_that_runs(optim: str) -> str:

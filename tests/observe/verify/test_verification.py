@@ -68,3 +68,18 @@ def test_fp16_that_accelerate_leaves_out_on_a_cpu_is_the_scripts_own() -> None:
     for device, is_own in (("cpu", True), ("cuda", False)):
         trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device(device)))
         assert verification.Verification(run, parts, timer, trainer=trainer).is_of_script(fp32) == is_own
+
+
+def test_a_weight_of_which_fsdp1_leaves_a_rank_nothing_is_not_without_a_gradient() -> None:
+    """With `use_orig_params` a rank has no elements, and no gradient, of what another rank holds."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = torch.nn.Parameter(torch.empty(0))
+    run: Any = SimpleNamespace(progress=None, single_process=True, rank=0)
+    timer: Any = None
+    accelerator = SimpleNamespace(unwrap_model=lambda model, **_: model)
+    trainer = SimpleNamespace(accelerator=accelerator, model_wrapped=model)
+    parts = ObserverParts(expected=ExpectedRun(of_script=True))
+    checked = verification.Verification(run, parts, timer, trainer=trainer)
+    checked.reached = set(map(id, model[0].parameters()))
+    lines = checked._lines_of_training(RankReading(optimizer_steps=1))
+    assert lines == ["note: trained, without a gradient in the first step (1): 1.bias"]

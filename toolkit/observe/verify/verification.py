@@ -288,7 +288,8 @@ class Verification:
         """What the first step shows of training that is not what the script's author may think."""
         lines, missed = [self.scale_warning] if self.scale_warning else [], list[str]()
         if self.reached and not live_engine(self.trainer.model_wrapped).reduces_itself:
-            trained = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad]
+            # of another rank's weights FSDP1 leaves none here
+            trained = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad and p.numel()]
             missed = [clean_name(name) for name, p in trained if id(p) not in self.reached]
         lines += [f"note: trained, without a gradient in the first step ({len(missed)}): {name}" for name in missed[:1]]
         lines += [LABELED_PADDING] * self.labels_padding
