@@ -47,7 +47,8 @@ JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
-_SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
+_SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
+_SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history

@@ -61,6 +61,9 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
             fix = f"`--use_{kind.lower()}`" if doc.call else fix
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"
             may_say = doc.call is not None and "config-file" not in doc.call.options and not found
+            if doc.call is None and doc.is_flag("distributed_type"):
+                message = f"the command's option selects {found}: {block} has no effect"
+                fix = f"remove {block}, or the option"
             message += ", unless the default file of `accelerate config` selects it" if may_say else ""
             level, line = NOTE if may_say or is_both else None, doc.call.line if doc.call else None
             yield Match(block, message, fix, line=line, level=level)

@@ -13,7 +13,7 @@ from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import names_program, project_root, scripts_named, source_of
 from toolkit.lint.rules.settings import is_grpo, is_template, shorten
 from toolkit.lint.script_options import is_refused
-from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
+from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED, TRAINING_ARGUMENTS_REMOVED_IN
 from toolkit.versions import version_numbers
 
 DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")  # of TRL's DatasetConfig
@@ -108,7 +108,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
         of_swift = OLDEST_SWIFT if program == "ms-swift" and key in schema.renamed else None
-        since = _lost_in(schema, doc, key) or of_swift
+        since, library = _lost_in(schema, doc, key) or of_swift, None
+        of_older = TRAINING_ARGUMENTS_REMOVED_IN.get(key) if program == "ms-swift" else None
+        if of_older and doc.pinned_below("transformers", of_older):  # whose arguments ms-swift has
+            since, library = of_older, "transformers"
         is_gone = program == "trl" and doc.call is None and not doc.pinned_below("trl", since)
         if is_gone and doc.pinned_below("trl", KEPT_REST):
             refusal = "the project's version drops it without a word"
@@ -143,7 +146,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         older = [each for each, new in schema.renamed.items() if new == instead and each in schema.former]
         if key not in older and older and doc.pinned_below(schema.distribution, schema.former[older[0]]):
             fix = fix.replace(f"`{instead}`", f"`{older[0]}`")
-        yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+        yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since, library=library)
     command = str(start.script if start else "").removeprefix("trl ") if is_command else ""
     others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
     for key in [key for key in doc.data if key in others]:
