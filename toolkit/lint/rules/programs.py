@@ -96,8 +96,9 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
             of_script = not is_command and _is_of_a_script(schema, key)
             if of_script and key not in TRAINING_ARGUMENTS_REMOVED and doc.start and _refuses(doc, key):
-                level = WARNING if doc.pinned_below("trl", KEPT_REST) else None
-                message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser refuses the file"
+                is_dropped = doc.pinned_below("trl", KEPT_REST)
+                effect, level = ("drops it", WARNING) if is_dropped else ("refuses the file", None)
+                message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser {effect}"
                 yield Match(key, message, "remove it", level=level)
             if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
                 continue
