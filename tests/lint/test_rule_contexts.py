@@ -486,6 +486,9 @@ CLIPPED = {"a.sh": f"{RUN} --config_file a.yaml run_clm.py --output_dir o --bf16
            "a.yaml": f"{DEEPSPEED}  gradient_clipping: 0.5\n  zero_stage: 2\n", "run_clm.py": HF}  # fmt: skip
 CLS = '{"fsdp": true, "fsdp_config": {"NAME": "QwenDecoderLayer"}, "output_dir": "o", "save_strategy": "no"}'
 BLOCK = f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n"
+READS_RECIPES = "from trl import GRPOConfig, ModelConfig\na = TrlParser((GRPOConfig, ModelConfig))\n"
+READS_RECIPES += "a.parse_args_and_config()\n"
+OWN_RECIPE = {"a.yaml": f"{TRL}num_generations: 8\nmy_datasets: all\n", "grpo.py": READS_RECIPES}
 SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchrun x.py\nE\nsbatch j.sh\n"
 
 
@@ -546,6 +549,12 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
                                   .replace('"lr": 0', '"lr": 1e-5')}, []),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["warning"]),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --exclusive -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, []),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl @ git+https://github.com/huggingface/trl.git@main'"},
+         ["warning: if you run trl 0.19.0 or newer: remove it"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl>=1.0'"}, ["warning: remove it"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl==0.18.0'"}, ["note: from trl 0.19.0 on"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"sft.py": f"class A:\n    my_datasets: str = 'a'\n{READS_RECIPES}"}, []),
+        ("unknown-trl-setting", OWN_RECIPE | {"sft.py": "cfg = yaml.safe_load(f)\nprint(cfg['my_datasets'])\n"}, []),
         ("shell-slip", {"a.sh": f'D=f"{{root}}/data"\n{RUN} x.py --data $D\n'}, ["error: `\"${NAME}\"`"]),
         ("shell-slip", {"a.sh": f'D="${{root}}/data"\n{RUN} x.py --data $D\n'}, []),
     ],

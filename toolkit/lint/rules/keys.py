@@ -14,21 +14,10 @@ from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, 
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
 from toolkit.lint.rules.programs import glued_number, is_trls_own
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_float,
-    as_int,
-    fsdp_setting,
-    shorten,
-    stage_of,
-)
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_setting, shorten, stage_of
 from toolkit.lint.rules.values import LOOSE_BLOCKS, PREFIXES, READ_SINCE, has_wrong_type
 from toolkit.presets import removed_keys as removed
-from toolkit.presets.known_keys import (
-    ACCELERATE_BLOCKS,
-    DEEPSPEED_BLOCKS,
-    Types,
-)
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, Types
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}

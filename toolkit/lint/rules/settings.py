@@ -150,12 +150,12 @@ MAKES_WORDS = re.compile(
     r"(?:[\"']--[\"'][ ]*\+|f[\"']--\{)(?s:.){0,1500}?"
     r"(?:sys\.argv(?:\.extend\(|[ ]*\+?=(?!=))|\bparse_args\w*\((?:args=)?\w)"
 )
-AS_IT_IS = re.compile(r"\bparse_(?:yaml_file|dict)\(")
 
 
 def converts_text(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file makes a number or a switch of a setting's text."""
-    if occurs(MAKES_WORDS, doc.reader_source) and not occurs(AS_IT_IS, doc.reader_source):
+    is_kept = any(name in doc.reader_source for name in ("parse_yaml_file(", "parse_dict("))
+    if not is_kept and occurs(MAKES_WORDS, doc.reader_source):
         return True
     own = rf"(?:int|float|bool)\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
     return occurs(re.compile(own), doc.reader_source) or occurs(OMEGACONF, doc.reader_source)

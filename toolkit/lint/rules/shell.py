@@ -19,7 +19,7 @@ from toolkit.lint.script_options import is_refused, options_of
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
-ONLY_ASSIGNED = re.compile(r"\s*(?>\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"';&|])*+[\s\\]*)*+")
+ONLY_ASSIGNED = re.compile(r"\s*(?:export\s+)?(?>\w+=(?:\$\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s\"';&|])*+[\s\\]*)*+")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
@@ -188,9 +188,8 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
-    for found, line in (
-        doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)") if doc.script.calls else ()
-    ):
+    others = r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)"
+    for found, line in doc.script.find(others) if doc.script.calls else ():
         close = None if found[1] in TIMEOUTS else nearest(found[1], INHERITED, cutoff=0.95)
         if (close or found[1] in TIMEOUTS) and not (found[1] in INHERITED or _is_read(doc, found[1])):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
@@ -376,11 +375,10 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
         for word in dict.fromkeys(written):
             name = word.partition("=")[0]
             if all(is_refused(word, *each) for each in scripts):
-                line = call.arguments[name[2:].replace("-", "_")][1]
+                value, line = call.arguments[name[2:].replace("-", "_")]
                 close = nearest(name[2:], {each for source in scripts for each in options_of(*source)}, cutoff=0.85)
-                has_value = word != name or call.arguments[name[2:].replace("-", "_")][0] is not None
-                fix = f"`--{close}`" if close else "the script's own name for it, or remove it"
-                fix = fix if close or has_value else "remove it"
+                fix = "remove it" if value is None else "the script's own name for it, or remove it"
+                fix = f"`--{close}`" if close else fix
                 yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
         passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
         if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):

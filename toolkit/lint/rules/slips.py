@@ -76,14 +76,8 @@ def _unparsed(doc: Document) -> Iterator[Match]:
         return
     command = [bash, "--norc", "--noprofile", "-O", "extglob", "-n"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command,
-            input=text.encode(errors="replace"),
-            capture_output=True,
-            env={"LC_ALL": "C"},
-            timeout=5,
-            check=False,
-        )
+        code, plain = text.encode(errors="replace"), {"LC_ALL": "C"}
+        done = subprocess.run(command, input=code, capture_output=True, env=plain, timeout=5, check=False)
         found = PARSED.search(done.stderr.decode(errors="replace")) if done.returncode == 2 else None
         line = min(int(found[1]), len(lines)) if found else 0
         if found and line and not PLACEHOLDER.search(lines[line - 1]):
