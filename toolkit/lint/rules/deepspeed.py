@@ -250,10 +250,11 @@ def _near_file(doc: Document, named: str) -> Path | None:
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
-    names = {each.stem: each.name for each in folder.iterdir() if each.suffix in suffixes} if folder else {}
-    turned = (each for each in names if sorted(each.split("_")) == sorted(Path(named).stem.split("_")))
-    close = next(turned, nearest(Path(named).stem, names, cutoff=0.85))
-    return Path(named).parent / names[close] if close else None
+    names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
+    words = sorted(re.split("[_.]", Path(named).name))
+    turned = (each for each in names if sorted(re.split("[_.]", each)) == words)
+    close = next(turned, nearest(Path(named).name, names, cutoff=0.9 if suffixes == (".py",) else 0.6))
+    return Path(named).parent / close if close else None
 
 
 @rule(ERROR, TRAINER, AXOLOTL, *SCRIPTS, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
