@@ -504,6 +504,8 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers (==4.46.3)"]'}, ["note: from"]),
         ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers[torch] (>=4,<5)"]'}, ["note: from"]),
         ("removed-training-argument", RATIO | {"pyproject.toml": 'transformers = {version = "^4.4"}'}, ["note: from"]),
+        ("removed-training-argument", RATIO | {"setup.py": "'transformers'", "poetry.lock": 'name = "transformers"\n'
+                                               'version = "5.20.0"\nx = ["transformers (==4.3)"]\n'}, ["warning: `w"]),
         ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers (>=5.20)"]'}, ["warning: `w"]),
         ("refused-by-llama-factory", REWARD, ["error: `\"ranking\""]),
         ("refused-by-llama-factory", REWARD | {"src/glmtuner/hparams/finetuning_args.py": ""}, ["note: `\"ranking\""]),

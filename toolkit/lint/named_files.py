@@ -50,6 +50,7 @@ _FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
 _SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
+OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
@@ -159,7 +160,8 @@ def _requirements(folder: Path) -> tuple[str, str, str]:
     near = {folder, folder / "requirements"}
 
     def text_of(which: Callable[[Path], bool]) -> str:
-        text = texts_of([*filter(which, files)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        texts = ((each, texts_of([each], max_bytes=MAX_REQUIREMENTS_BYTES)) for each in filter(which, files))
+        text = "\n".join(OF_OTHERS.sub("", text) if file.suffix == ".lock" else text for file, text in texts)
         instructions = texts_of([*filter(which, told)], max_bytes=MAX_REQUIREMENTS_BYTES)
         return re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE) + "\n" + installing(instructions)
 
