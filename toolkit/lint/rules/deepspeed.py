@@ -251,9 +251,10 @@ def _near_file(doc: Document, named: str) -> Path | None:
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
-    words = sorted(re.split("[_.]", Path(named).name))
-    turned = (each for each in names if sorted(re.split("[_.]", each)) == words)
-    close = next(turned, nearest(Path(named).name, names, cutoff=0.9 if suffixes == (".py",) else 0.6))
+    words = {*re.split("[_.]", Path(named).name)}
+    longer = [each for each in names if words <= {*re.split("[_.]", each)}]  # a word less is another script
+    close = nearest(Path(named).name, names, cutoff=0.9 if suffixes == (".py",) else 0.6)
+    close = longer[0] if len(longer) == 1 else close
     return Path(named).parent / close if close else None
 
 
