@@ -185,8 +185,8 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     is_overlapped = name == "overlap_comm" and value is True and stage_of(doc) == 3  # which turns it on
     is_one = name.endswith("parallel_size") and as_int(value) in (1, as_int(doc.get("num_processes")))
     recomputes = name == "gradient_checkpointing" and occurs(RECOMPUTES, doc.reader_source)
-    is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
-    is_unread |= name in ("steps_per_print", "wall_clock_breakdown")  # what is printed
+    is_printed = name in ("steps_per_print", "wall_clock_breakdown")
+    is_unread = is_printed or (name == "thread_count" and "nvme" not in doc.text)  # the whole block
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
     holds |= str(value).lower() in ("auto", "false", "none")
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
