@@ -100,7 +100,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
                 effect, level = "drops it" if is_dropped else "refuses the file", WARNING if is_dropped else None
                 script, level = (doc.start.script, level) if doc.start else ("the project's scripts", WARNING)
                 message = f"no class of {script} has `{shorten(key)}`: TRL's parser {effect}"
-                yield Match(key, message, "remove it", level=level, since=None if doc.start else KEPT_REST)
+                fix, since = "the script's own name for it, or remove it", None if doc.start else KEPT_REST
+                yield Match(key, message, fix, level=level, since=since)
             if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
                 continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:

@@ -82,9 +82,8 @@ def _unparsed(doc: Document) -> Iterator[Match]:
         line = min(int(found[1]), len(lines)) if found else 0
         if found and line and not PLACEHOLDER.search(lines[line - 1]):
             message = f"{found[2].strip()}: bash runs nothing behind it"
-            at = line + doc.script.first_line - 1
             fix = "close what is open above it" if CLOSES.search(message) else "quotes around it, or `#` before prose"
-            yield Match("bash -n", message, fix, line=at)
+            yield Match("bash -n", message, fix, line=line + doc.script.first_line - 1)
 
 
 def _quoted_variables(script: JobScript) -> Iterator[Match]:
