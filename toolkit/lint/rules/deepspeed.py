@@ -252,7 +252,7 @@ def _near_file(doc: Document, named: str) -> Path | None:
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
     words = {*re.split("[_.]", Path(named).name)}
     longer = [each for each in names if words <= {*re.split("[_.]", each)}]  # a word less is another script
-    likeness = 0.4 if longer else 0.9 if named.endswith(".py") else 0.6
+    likeness = 0.9 if named.endswith(".py") and not longer else 0.6
     close = nearest(Path(named).name, longer or names, cutoff=likeness)
     return Path(named).parent / close if close else None
 
