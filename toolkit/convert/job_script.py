@@ -23,7 +23,8 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
 MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
-_DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
+_DIRECTIVES = re.compile(r"^#SBATCH(?=[ \t])[^\n]*?(?=[ \t]#|$)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"(?<=[ \t])(--[\w-]+|-[A-Za-z])(?:=[ \t]*|[ \t]+(?!-)|(?<=[ \t]-[A-Za-z])|(?=\s|$))([^\s#]*)")
 DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 PYTHON = "python"
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
@@ -152,7 +153,7 @@ EMPTY_SCRIPT = JobScript(text="", first_line=1, directives={}, launches=())
 def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
     """Read a script; `nodes` is the number of nodes where another part of the file says it."""
     directives = {}
-    for found in _DIRECTIVE.finditer(text):
+    for found in itertools.chain(*(_DIRECTIVE.finditer(text, *line.span()) for line in _DIRECTIVES.finditer(text))):
         name = found[1].lstrip("-")
         directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
     breaks, protected, strings, files = _scan(text)

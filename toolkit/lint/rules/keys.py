@@ -14,21 +14,10 @@ from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, 
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
 from toolkit.lint.rules.programs import glued_number, is_trls_own
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_float,
-    as_int,
-    fsdp_setting,
-    shorten,
-    stage_of,
-)
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_setting, shorten, stage_of
 from toolkit.lint.rules.values import LOOSE_BLOCKS, PREFIXES, READ_SINCE, has_wrong_type
 from toolkit.presets import removed_keys as removed
-from toolkit.presets.known_keys import (
-    ACCELERATE_BLOCKS,
-    DEEPSPEED_BLOCKS,
-    Types,
-)
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, Types
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -178,6 +167,8 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     """Give a key that nothing reads its level: a note where the value holds anyway, a warning where no library knows
     the name, and what it asks for."""
+    if name.removeprefix("fsdp_").startswith("transformer_") and "cls" in name:  # without it the model's own classes
+        return replace(found, level=found.level or WARNING)
     if found.rename is not None or found.level is not None:
         return found
     if _holds_anyway(doc, name, value):
@@ -194,7 +185,8 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     is_overlapped = name == "overlap_comm" and value is True and stage_of(doc) == 3  # which turns it on
     is_one = name.endswith("parallel_size") and as_int(value) in (1, as_int(doc.get("num_processes")))
     recomputes = name == "gradient_checkpointing" and occurs(RECOMPUTES, doc.reader_source)
-    is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
+    is_printed = name in ("steps_per_print", "wall_clock_breakdown")
+    is_unread = is_printed or (name == "thread_count" and "nvme" not in doc.text)  # the whole block
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
     holds |= str(value).lower() in ("auto", "false", "none")
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
@@ -203,6 +195,8 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
 def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
     """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys, or the script, say."""
     inner = value if isinstance(value, dict) else {}
+    if name == "stage3_gather_16bit_weights_on_model_save":
+        return as_bool(value) is as_bool(doc.get("deepspeed_config.zero3_save_16bit_model"))
     if name == "zero_optimization":
         stage = as_int(doc.get("deepspeed_config.zero_stage"))
         return inner.keys() <= {"stage"} and as_int(inner.get("stage")) == stage
