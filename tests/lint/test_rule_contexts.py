@@ -36,6 +36,10 @@ def zero(**more: object) -> str:
     return json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}} | more)
 
 
+SFT = "SFTTrainer(args=SFTConfig(output_dir='o')).train()\n"
+OFFLOAD = zero(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
+
+
 def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
     """Lint the first of a project's files, and return the findings of a rule."""
     (folder / ".git").mkdir(exist_ok=True, parents=True)
@@ -290,6 +294,35 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
     rule: str, files: dict[str, str], part: str, tmp_path: Path
 ) -> None:
     assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "level"),
+    [
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n", "x.py": SFT}, "note"),
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 2\n", "x.py": SFT}, "error"),
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n",
+                                "x.py": f"{SFT}max_grad_norm = 2\n"}, "error"),
+        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: Qwen3DecoderLayer\n"}, "note"),
+        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: A,B\n"}, "error"),
+        ("not-exported", {"a.sh": "WANDB_MODE=online\ntorchrun x.py\n"}, "note"),
+        ("not-exported", {"a.sh": "WANDB_MODE=offline\ntorchrun x.py\n"}, "warning"),
+        ("not-exported", {"a.sh": "NCCL_IB_DISABLE=0\ntorchrun x.py\n"}, "note"),
+        ("not-exported", {"a.sh": "NCCL_IB_DISABLE=1\ntorchrun x.py\n"}, "warning"),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "/data/ds.json"), "ds.json": zero()}, "note"),
+        ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "error"),
+        ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
+        ("launcher-per-gpu", {"a.sbatch": '#SBATCH -N2 --comment="a --ntasks-per-node=4" # --ntasks-per-node=4\n'
+                              "srun deepspeed x.py\n"}, None),
+        ("shell-slip", {"a.sh": 'D=f"{root}/data"\ntorchrun x.py --data "$D"\n'}, "error"),
+        ("shell-slip", {"a.sh": 'D=f"${root}/data"\nE=F"{a"\ntorchrun x.py --data "$D"\n'}, None),
+    ],
+)  # fmt: skip
+def test_the_level_of_a_finding_says_what_becomes_of_the_run(
+    rule: str, files: dict[str, str], level: str | None, tmp_path: Path
+) -> None:
+    assert [each.level for each in found(tmp_path, rule, files)] == ([level] if level else [])
 
 
 @pytest.mark.parametrize(

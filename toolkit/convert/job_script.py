@@ -23,7 +23,9 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
 MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
-_DIRECTIVE = re.compile(r"^#SBATCH\s+(--[\w-]+|-[A-Za-z])(?:[=\s]\s*|(?<=-[A-Za-z]))([^\s#]*)", re.MULTILINE)
+_WORD = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s#\"'])"
+_DIRECTIVES = re.compile(rf"^#SBATCH(?:[ \t]+{_WORD}+)+", re.MULTILINE)  # a line may have several
+_DIRECTIVE = re.compile(rf"(?<=\s)(--[\w-]+|-[A-Za-z])(?:=|[ \t]+(?!-)|)({_WORD}*)")
 DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 PYTHON = "python"
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
@@ -152,9 +154,10 @@ EMPTY_SCRIPT = JobScript(text="", first_line=1, directives={}, launches=())
 def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
     """Read a script; `nodes` is the number of nodes where another part of the file says it."""
     directives = {}
-    for found in _DIRECTIVE.finditer(text):
-        name = found[1].lstrip("-")
-        directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
+    for line in _DIRECTIVES.finditer(text):
+        for found in _DIRECTIVE.finditer(line[0]):
+            name = found[1].lstrip("-")
+            directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, line.start()) + first_line
     breaks, protected, strings, files = _scan(text)
     if "export -f" in text:  # run by another shell, on the node
         protected += [found.span() for found in _FUNCTION.finditer(text)]

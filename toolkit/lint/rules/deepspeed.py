@@ -233,7 +233,8 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     fix = "start the run where the path is right" if start else "a path that exists"
     if file and root and not start:  # one of the same name, beside the file
         fix = f"`{os.path.relpath(file, root)}`"
-    yield Match(key, message, fix, level=ERROR if file and root and not start else None)
+    is_elsewhere = Path(named).is_absolute()  # on the machine that runs it, where it may well be
+    yield Match(key, message, fix, level=ERROR if file and root and not (start or is_elsewhere) else None)
 
 
 def _near_file(doc: Document, named: str) -> Path | None:

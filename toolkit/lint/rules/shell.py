@@ -31,6 +31,10 @@ BLANK_ASSIGNED = re.compile(
 ASSIGNED = re.compile(
     rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
 )
+AS_UNSET = re.compile(  # what holds where nothing is said
+    r"WANDB_MODE=[\"']?online\b|(?:\w+_OFFLINE|NCCL_(?:IB|P2P)_DISABLE|WANDB_DISABLED)=[\"']?(?:0|false)\b",
+    re.IGNORECASE,
+)
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
@@ -170,7 +174,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
             # vLLM's sleep mode refuses expandable segments: the job may run because nothing reads the variable.
             of_vllm = name.endswith("ALLOC_CONF") and "vllm" in f"{script.text}{doc.reader_source}".lower()
             fix = f"{fix}, if vLLM does not sleep; or remove it" if of_vllm else fix
-            level = NOTE if of_slurm or of_vllm else None
+            level = NOTE if of_slurm or of_vllm or AS_UNSET.match(found[1], place.start()) else None
             message = f"{name} is assigned, and not exported: it has no effect unless the environment has it already"
             yield Match(name, message, fix, line=script.line_at(at), level=level)
 
