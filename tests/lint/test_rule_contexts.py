@@ -37,6 +37,9 @@ def zero(**more: object) -> str:
 
 
 SFT = "SFTTrainer(args=SFTConfig(output_dir='o')).train()\n"
+LOOP = "Accelerator()\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
+LOOP_RUN = "accelerate launch --use_deepspeed --deepspeed_config_file ds.json x.py\n"
+OPTIMIZER = zero(optimizer={"type": "AdamW", "params": {"lr": 1}})
 OFFLOAD = zero(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
 
 
@@ -309,12 +312,19 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("not-exported", {"a.sh": "WANDB_MODE=offline\ntorchrun x.py\n"}, "warning"),
         ("not-exported", {"a.sh": "NCCL_IB_DISABLE=0\ntorchrun x.py\n"}, "note"),
         ("not-exported", {"a.sh": "NCCL_IB_DISABLE=1\ntorchrun x.py\n"}, "warning"),
-        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "/data/ds.json"), "ds.json": zero()}, "note"),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.", "/no/ds."), "ds.json": zero()}, "note"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "error"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
         ("launcher-per-gpu", {"a.sbatch": '#SBATCH -N2 --comment="a --ntasks-per-node=4" # --ntasks-per-node=4\n'
                               "srun deepspeed x.py\n"}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": zero(), "x.py": LOOP}, None),
+        ("unknown-swift-setting", {"a.sh": "swift sft --model m --check_dataset_strategy none\n"}, "error"),
+        ("unknown-swift-setting", {"a.sh": 'S="${S:-/a/bin/swift}"\n"${S}" sft --model m --sft_type full\n'}, "error"),
+        ("include-with-count", {"a.sh": 'RUN=(deepspeed)\n"${RUN[@]}" --num_gpus 1 --include a:1 x.py\n'}, "error"),
+        ("include-with-count", {"a.sh": 'R=deepspeed\n$R --num_gpus 1 --include a:1 x.py\ntorchrun x.py\n'}, None),
         ("shell-slip", {"a.sh": 'D=f"{root}/data"\ntorchrun x.py --data "$D"\n'}, "error"),
         ("shell-slip", {"a.sh": 'D=f"${root}/data"\nE=F"{a"\ntorchrun x.py --data "$D"\n'}, None),
     ],

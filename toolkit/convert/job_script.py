@@ -65,6 +65,10 @@ _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^
 _MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
+# A variable with the path of a program alone, or with it for a default, and the use of one.
+_SET_TO = r"^[ \t]*(?:export[ \t]+)?(\w+)=\(?[\"']?(?:\$\{\w+:-)?(?:[^\s\"'(){}]*/)?"
+_PROGRAM = re.compile(rf"{_SET_TO}(swift|deepspeed|trl|axolotl)\}}?[\"']?\)?\s*$", re.MULTILINE)
+_USED = re.compile(r"(\"?)\$\{?(\w+)(?:\[[@*]\])?\}?\1(?=[ \t])")
 MAX_LINES = 200  # of a command
 # A command's lines, and those that a comment, or a backslash that is missing, has cut off.
 _AND_LOST = re.compile(r"[^\n]*(?:(?<=\\)\n[^\n]*|\n[ \t]*(?:\#|--\w)[^\n]*)*")
@@ -202,6 +206,11 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             at = text.find(word)
         return first_line + text.count("\n", 0, at)
 
+    # A program in the place of the variable that holds it, in as many letters.
+    held = {found[1]: found[2] for found in _PROGRAM.finditer(text)}
+    for use in _USED.finditer(text) if held else ():
+        program = held.get(use[2], use[0]).rjust(len(use[0]))
+        text = text[: use.start()] + program + text[use.end() :] if len(program) == len(use[0]) else text
     set_once: Mapping[str, str | None] | None = None
     options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:

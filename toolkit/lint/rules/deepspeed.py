@@ -26,6 +26,9 @@ STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 FIRST_SCHEDULES = "0.1.0"  # no version of DeepSpeed had parameters that its schedules lack now
+# What a loop gives to accelerate, and what it asks for to give other things under DeepSpeed.
+PREPARED = re.compile(r"accelerator\.prepare\(([^()]*)\)")
+ASKS_ENGINE = re.compile(r"Dummy(?:Optim|Scheduler)|DistributedType\.DEEPSPEED")
 UNSAID = ("none", "false", "auto")  # what says as much as no key
 
 
@@ -162,9 +165,20 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 yield Match(f"{block}.type", message, '`"auto"` with the Trainer, or a number')
 
 
-@rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
+@rule(WARNING, DEEPSPEED, *SCRIPTS, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
 def optimizer_of_json(doc: Document) -> Iterator[Match]:
-    """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
+    """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored. Beside
+    those of a loop accelerate raises."""
+    for call in doc.script.launches:
+        told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
+        json = told.deepspeed_json if told else None
+        source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
+        prepared = "" if ASKS_ENGINE.search(source) else " ".join(PREPARED.findall(source))
+        for block, name in {"optimizer": "optim", "scheduler": "sched"}.items():
+            if json and json.block(block) and name in prepared:
+                message = f"{call.script} gives prepare() its own beside {json.path}'s: accelerate raises"
+                fix = f"no `{block}` in the JSON"
+                yield Match(block, message, fix, line=call.line, level=ERROR, library="accelerate")
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block) and not is_without_trainer(doc):
             named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)
