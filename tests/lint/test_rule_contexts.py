@@ -40,6 +40,7 @@ SFT = "SFTTrainer(args=SFTConfig(output_dir='o')).train()\n"
 LOOP = "Accelerator()\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
 LOOP_RUN = "accelerate launch --use_deepspeed --deepspeed_config_file ds.json x.py\n"
 OPTIMIZER = zero(optimizer={"type": "AdamW", "params": {"lr": 1}})
+VERL, LOGS = "python -m verl.trainer.main_ppo", "#SBATCH --output=logs/o\n"
 OFFLOAD = zero(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
 
 
@@ -316,8 +317,7 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "error"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
-        ("launcher-per-gpu", {"a.sbatch": '#SBATCH -N2 --comment="a --ntasks-per-node=4" # --ntasks-per-node=4\n'
-                              "srun deepspeed x.py\n"}, None),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, None),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": zero(), "x.py": LOOP}, None),
@@ -325,6 +325,12 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("unknown-swift-setting", {"a.sh": 'S="${S:-/a/bin/swift}"\n"${S}" sft --model m --sft_type full\n'}, "error"),
         ("include-with-count", {"a.sh": 'RUN=(deepspeed)\n"${RUN[@]}" --num_gpus 1 --include a:1 x.py\n'}, "error"),
         ("include-with-count", {"a.sh": 'R=deepspeed\n$R --num_gpus 1 --include a:1 x.py\ntorchrun x.py\n'}, None),
+        ("shell-slip", {"a.sh": f"{VERL} data.seed=1 \\\n +trainer.nnodes=2\n"}, "error"),
+        ("shell-slip", {"a.sh": f"{VERL} ++trainer.nnodes=2 \\\n +trainer.log_freq=2\n"}, None),
+        ("shell-slip", {"a.sh": f"{VERL} --config-name mine +trainer.nnodes=2\n"}, None),
+        ("shell-slip", {"a.sh": f"{VERL} +trainer.nnodes=2\n", "verl/trainer/main_ppo.py": ""}, "note"),
+        ("folder-made-too-late", {"a.sbatch": f'{LOGS}cd "$P"\nmkdir -p "${{P}}/logs"\ntorchrun x.py\n'}, "warning"),
+        ("folder-made-too-late", {"a.sbatch": f'{LOGS}mkdir -p "${{P}}/logs"\ntorchrun x.py\n'}, None),
         ("shell-slip", {"a.sh": 'D=f"{root}/data"\ntorchrun x.py --data "$D"\n'}, "error"),
         ("shell-slip", {"a.sh": 'D=f"${root}/data"\nE=F"{a"\ntorchrun x.py --data "$D"\n'}, None),
     ],

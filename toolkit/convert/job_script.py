@@ -23,9 +23,8 @@ from toolkit.presets.known_keys import ACCELERATE_BLOCKS
 
 MAX_LAUNCHES, MAX_WORDS = 200, 2000  # of one script, and of one launch: each rule looks at each
 SCRIPT_SUFFIXES = (".sbatch", ".slurm", ".sh", ".bash")
-_WORD = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s#\"'])"
-_DIRECTIVES = re.compile(rf"^#SBATCH(?:[ \t]+{_WORD}+)+", re.MULTILINE)  # a line may have several
-_DIRECTIVE = re.compile(rf"(?<=\s)(--[\w-]+|-[A-Za-z])(?:=|[ \t]+(?!-)|)({_WORD}*)")
+_DIRECTIVES = re.compile(r"^#SBATCH(?=[ \t])[^\n]*?(?=[ \t]#|$)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"(?<=[ \t])(--[\w-]+|-[A-Za-z])(?:=[ \t]*|[ \t]+(?!-)|(?<=[ \t]-[A-Za-z])|(?=\s|$))([^\s#]*)")
 DIRECTIVE_NAMES = {"N": "nodes", "n": "ntasks", "t": "time", "o": "output", "tasks-per-node": "ntasks-per-node"}
 PYTHON = "python"
 ENGINE_FLAGS = {"use-deepspeed": "DEEPSPEED", "use-fsdp": "FSDP", "multi-gpu": "MULTI_GPU"}  # of accelerate launch
@@ -65,9 +64,8 @@ _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^
 _MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
-# A variable with the path of a program alone, or with it for a default, and the use of one.
-_SET_TO = r"^[ \t]*(?:export[ \t]+)?(\w+)=\(?[\"']?(?:\$\{\w+:-)?(?:[^\s\"'(){}]*/)?"
-_PROGRAM = re.compile(rf"{_SET_TO}(swift|deepspeed|trl|axolotl)\}}?[\"']?\)?\s*$", re.MULTILINE)
+# A variable that holds a program alone, or has it for a default, and the use of one.
+_PROGRAM = re.compile(r"(?m)^[ \t]*(\w+)=\W{0,4}(?:\w+:-)?(?:[\w./-]*/)?(swift|deepspeed|trl|axolotl)\W{0,3}$")
 _USED = re.compile(r"(\"?)\$\{?(\w+)(?:\[[@*]\])?\}?\1(?=[ \t])")
 MAX_LINES = 200  # of a command
 # A command's lines, and those that a comment, or a backslash that is missing, has cut off.
@@ -158,10 +156,9 @@ EMPTY_SCRIPT = JobScript(text="", first_line=1, directives={}, launches=())
 def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> JobScript:
     """Read a script; `nodes` is the number of nodes where another part of the file says it."""
     directives = {}
-    for line in _DIRECTIVES.finditer(text):
-        for found in _DIRECTIVE.finditer(line[0]):
-            name = found[1].lstrip("-")
-            directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, line.start()) + first_line
+    for found in itertools.chain(*(_DIRECTIVE.finditer(text, *line.span()) for line in _DIRECTIVES.finditer(text))):
+        name = found[1].lstrip("-")
+        directives[DIRECTIVE_NAMES.get(name, name)] = found[2], text.count("\n", 0, found.start()) + first_line
     breaks, protected, strings, files = _scan(text)
     if "export -f" in text:  # run by another shell, on the node
         protected += [found.span() for found in _FUNCTION.finditer(text)]
@@ -208,9 +205,8 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
 
     # A program in the place of the variable that holds it, in as many letters.
     held = {found[1]: found[2] for found in _PROGRAM.finditer(text)}
-    for use in _USED.finditer(text) if held else ():
-        program = held.get(use[2], use[0]).rjust(len(use[0]))
-        text = text[: use.start()] + program + text[use.end() :] if len(program) == len(use[0]) else text
+    for use in [each for each in _USED.finditer(text) if len(held.get(each[2], each[0])) < len(each[0])]:
+        text = text[: use.start()] + held[use[2]].rjust(len(use[0])) + text[use.end() :]
     set_once: Mapping[str, str | None] | None = None
     options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:

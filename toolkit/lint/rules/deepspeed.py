@@ -26,9 +26,7 @@ STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 FIRST_SCHEDULES = "0.1.0"  # no version of DeepSpeed had parameters that its schedules lack now
-# What a loop gives to accelerate, and what it asks for to give other things under DeepSpeed.
-PREPARED = re.compile(r"accelerator\.prepare\(([^()]*)\)")
-ASKS_ENGINE = re.compile(r"Dummy(?:Optim|Scheduler)|DistributedType\.DEEPSPEED")
+PREPARED = re.compile(r"accelerator\.prepare\(([^()]*)\)")  # of a loop, which may have others for DeepSpeed
 UNSAID = ("none", "false", "auto")  # what says as much as no key
 
 
@@ -171,14 +169,12 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     those of a loop accelerate raises."""
     for call in doc.script.launches:
         told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
-        json = told.deepspeed_json if told else None
-        source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
-        prepared = "" if ASKS_ENGINE.search(source) else " ".join(PREPARED.findall(source))
-        for block, name in {"optimizer": "optim", "scheduler": "sched"}.items():
-            if json and json.block(block) and name in prepared:
-                message = f"{call.script} gives prepare() its own beside {json.path}'s: accelerate raises"
-                fix = f"no `{block}` in the JSON"
-                yield Match(block, message, fix, line=call.line, level=ERROR, library="accelerate")
+        source = named_files.source_of(call.script or "", doc.path)[0] if told and told.deepspeed_json else ""
+        prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
+        for block in ("optimizer", "scheduler") if told and told.deepspeed_json else ():
+            if told.deepspeed_json.block(block) and block[:5] in prepared:
+                message = f"{call.script} gives prepare() its own beside that of the JSON: accelerate raises"
+                yield Match(block, message, "one of the two", line=call.line, level=ERROR, library="accelerate")
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block) and not is_without_trainer(doc):
             named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)

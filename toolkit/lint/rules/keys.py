@@ -13,25 +13,13 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
+from toolkit.lint.rules import settings
 from toolkit.lint.rules.deepspeed import DEFAULTS, OWNED_BY_TRAINER
 from toolkit.lint.rules.programs import glued_number, is_trls_own
-from toolkit.lint.rules.settings import (
-    as_bool,
-    as_float,
-    as_int,
-    fsdp_setting,
-    is_without_trainer,
-    shorten,
-    stage_of,
-    trainer_of,
-)
+from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_setting, shorten, stage_of
 from toolkit.lint.rules.values import LOOSE_BLOCKS, PREFIXES, READ_SINCE, has_wrong_type
 from toolkit.presets import removed_keys as removed
-from toolkit.presets.known_keys import (
-    ACCELERATE_BLOCKS,
-    DEEPSPEED_BLOCKS,
-    Types,
-)
+from toolkit.presets.known_keys import ACCELERATE_BLOCKS, DEEPSPEED_BLOCKS, Types
 
 # accelerate's `process_config` still converts these.
 OLD_ACCELERATE_KEYS = {"fp16", "dynamo_backend"}
@@ -212,10 +200,10 @@ def _is_chosen_anyway(doc: Document, name: str, value: Any) -> bool:
     what a Trainer's argument, or its default, says."""
     if name == "fsdp_transformer_layer_cls_to_wrap":
         return re.fullmatch(r"[A-Z]\w+(?:DecoderLayer|Block)", str(value)) is not None
-    field, reader, source = OWNED_BY_TRAINER.get(name, ""), trainer_of(doc), doc.reader_source
-    is_known = reader is not None or (occurs(A_TRAINER, source) and field not in source)
-    said = (reader or doc).get(field, DEFAULTS.get(name)) if field and is_known else None
-    return as_float(value) is not None and as_float(value) == as_float(said) and not is_without_trainer(doc)
+    field, reader, source = OWNED_BY_TRAINER.get(name), settings.trainer_of(doc), doc.reader_source
+    is_known = field and (reader is not None or (occurs(A_TRAINER, source) and field not in source))
+    said = (reader or doc).get(field, DEFAULTS.get(name)) if is_known else None
+    return as_float(value) is not None and as_float(value) == as_float(said) and not settings.is_without_trainer(doc)
 
 
 def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:

@@ -362,7 +362,8 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
     for name, (value, line) in doc.script.directives.items():
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") else ""
-        makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
+        entered = "|".join(["SLURM_SUBMIT_DIR", *re.findall(r"(?m)^[ \t]*cd[ \t]+\W*(\w+)", doc.script.text)])
+        makes = rf"(?m)\bmkdir\b.*[ \"'](?:\./?|/|\$\{{?(?:{entered})\}}?/)?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and "%" not in folder and doc.script.mentions(makes)
         if not made or any((each / folder).is_dir() for each in places):
             continue
