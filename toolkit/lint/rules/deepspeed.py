@@ -169,22 +169,22 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     those of a loop accelerate raises."""
     for call in doc.script.launches:
         told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
-        source = named_files.source_of(call.script or "", doc.path)[0] if told and told.deepspeed_json else ""
+        json = told.deepspeed_json if told else None
+        source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
         prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
-        for block in ("optimizer", "scheduler") if told and told.deepspeed_json else ():
-            if told.deepspeed_json.block(block) and block[:5] in prepared:
-                message = f"{call.script} gives prepare() its own beside that of the JSON: accelerate raises"
-                yield Match(block, message, "one of the two", line=call.line, level=ERROR, library="accelerate")
+        twice = [each for each in ("optimizer", "scheduler") if json and json.has(each) and each[:5] in prepared]
+        for block in twice:
+            message = f"{call.script} gives prepare() its own beside that of the JSON: accelerate raises"
+            yield Match(block, message, "one of the two", line=call.line, level=ERROR, library="accelerate")
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block) and not is_without_trainer(doc):
             named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)
             here = str(reader.get(field, "")) if reader is not None else ""
-            is_same = here.startswith(SAME_AS.get(named, "\0"))
+            is_same = not here or here.startswith(SAME_AS.get(named, "\0"))
             message = f"{named} replaces the Trainer's {field}" + (f", {shorten(here)}" if here else "")
             # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
-            level = None if here and not is_same else NOTE
-            yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
+            yield Match(block, message, f"remove it{both}, and set `{field}`", level=NOTE if is_same else None)
     reader = trainer_of(doc)
     level = ERROR if reader and reader.has("learning_rate") else None if reader else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
