@@ -57,7 +57,9 @@ def test_a_job_that_stops_to_fit_and_a_new_error_fail_and_a_moved_line_is_not_ne
     assert ": if its rows are not shorter, does not fit h100-sxm × 8 under `" in job
     assert job.endswith("`; lines 1, 5, 6")  # as they are counted now
     assert diff("--gpu", "h100", "--level", "never")[0] == 0
-    Path("configs/acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_wrong: 1}\n")
+    Path("configs/acc.yaml").write_text(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forwrd: false}\n"
+    )
     Path("job.sh").write_text("accelerate launch --config_file configs/acc.yaml --num_processes 4 train.py\n")
     assert diff("--gpu", "h100")[2] == err.replace("2 changed", "3 changed"), "the strategy's error counts once"
 

@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError
 
 # Documented although they begin with an underscore, or put there by the toolkit itself.
 PUBLIC = {"_exit", "_replace", "_schema", "_local_scalar_dense", "_input_metadata", "_averaged"}
-PUBLIC |= {"_saved_attn_mask", "_saved_attn_bias"}
+PUBLIC |= {"_saved_attn_mask", "_saved_attn_bias", "_saved_other", "_saved_reduction"}
 NAMED_IN_CALLS = {"getattr", "hasattr", "setattr", "replaced", "delattr"}
 # Texts that look like private names: ends of words, keys of other tools' files, and names of the toolkit's classes.
 NO_NAMES = {"_per_second", "_model_name_or_path", "_full_eval", "_nvme_path", "_parallel_size", "_of_rank_0"}

@@ -307,8 +307,7 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 2\n", "x.py": SFT}, "error"),
         ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n",
                                 "x.py": f"{SFT}max_grad_norm = 2\n"}, "error"),
-        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: Qwen3DecoderLayer\n"}, "note"),
-        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: A,B\n"}, "error"),
+        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: A,B\n"}, "warning"),
         ("not-exported", {"a.sh": "WANDB_MODE=online\ntorchrun x.py\n"}, "note"),
         ("not-exported", {"a.sh": "WANDB_MODE=offline\ntorchrun x.py\n"}, "warning"),
         ("not-exported", {"a.sh": "NCCL_IB_DISABLE=0\ntorchrun x.py\n"}, "note"),
@@ -518,3 +517,102 @@ def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tm
     name = next(iter(files))
     found(tmp_path, "", files)
     assert fixed_text(tmp_path / name) == files[name]
+
+
+EMPTY = "compute_environment: LOCAL_MACHINE\ndistributed_type:\nnum_processes: 1\n"
+TO_ARGV = "d = yaml.safe_load(f)\nextra = []\nfor k, v in d.items():\n    extra += ['--' + k, str(v)]\n"
+TO_ARGV += "sys.argv = sys.argv[:1] + extra\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
+RATIO = {"a.yaml": f"{TRAINER}warmup_ratio: 0.1\n", "x.py": HF}
+REWARD = {"examples/x.sh": "python ../src/train_bash.py --stage rm --dataset d --finetuning_type lora "
+          "--do_train --output_dir o --bf16\n",
+          "data/dataset_info.json": '{"d": {"file_name": "d.json"}}', "README.md": "LLaMA-Factory"}  # fmt: skip
+EVAL = "CUDA_VISIBLE_DEVICES=0 "
+SWIFT = {"run/a.sh": "swift sft --model m --evaluation_strategy steps\n"}
+WITHOUT_AUTO = f"\ufeff{json.dumps({'zero_optimization': {'stage': 2}, 'train_micro_batch_size_per_gpu': 1})}"
+RECIPE = "model_name_or_path: q\nstage: sft\ndo_train: true\nfinetuning_type: lora\ntemplate: qwen\ndataset: d\n"
+CLIPPED = {"a.sh": f"{RUN} --config_file a.yaml run_clm.py --output_dir o --bf16 --do_train --optim sgd\n",
+           "a.yaml": f"{DEEPSPEED}  gradient_clipping: 0.5\n  zero_stage: 2\n", "run_clm.py": HF}  # fmt: skip
+CLS = '{"fsdp": true, "fsdp_config": {"NAME": "QwenDecoderLayer"}, "output_dir": "o", "save_strategy": "no"}'
+BLOCK = f"{DEEPSPEED}  zero_stage: 3\n  zero3_save_16bit_model: true\n"
+READS_RECIPES = "from trl import GRPOConfig, ModelConfig\na = TrlParser((GRPOConfig, ModelConfig))\n"
+READS_RECIPES += "a.parse_args_and_config()\n"
+OWN_RECIPE = {"a.yaml": f"{TRL}num_generations: 8\nmy_datasets: all\n", "grpo.py": READS_RECIPES}
+SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchrun x.py\nE\nsbatch j.sh\n"
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "said"),
+    [
+        ("refused-by-accelerate", {"a.yaml": EMPTY}, []),
+        ("refused-by-accelerate", {"a.yaml": EMPTY.replace("distributed_type:\n", "")}, ["error: `distributed_type`"]),
+        ("starts-one-process", {"a.yaml": EMPTY.replace("1", "2")}, ["error: `distributed_type: MULTI_GPU`"]),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": TO_ARGV}, []),
+        ("number-as-text", {"a.yaml": TEXT, "x.py": TO_ARGV.replace("sys.argv =", "print").replace("_args_", "_dict_")},
+         ["warning: `2.0e-5`"]),
+        ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers (==4.46.3)"]'}, ["note: from"]),
+        ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers[torch] (>=4,<5)"]'}, ["note: from"]),
+        ("removed-training-argument", RATIO | {"pyproject.toml": 'transformers = {version = "^4.4"}'}, ["note: from"]),
+        ("removed-training-argument", RATIO | {"setup.py": "'transformers'", "poetry.lock": 'name = "transformers"\n'
+                                               'version = "5.20.0"\nx = ["transformers (==4.3)"]\n'}, ["warning: `w"]),
+        ("removed-training-argument", RATIO | {"pyproject.toml": '["transformers (>=5.20)"]'}, ["warning: `w"]),
+        ("refused-by-llama-factory", REWARD, ["error: `\"ranking\""]),
+        ("refused-by-llama-factory", REWARD | {"src/glmtuner/hparams/finetuning_args.py": ""}, ["note: `\"ranking\""]),
+        ("unknown-script-option", {"a.sh": f"{RUN} x.py --s2d $N --fast\n", "x.py": "p = ArgumentParser()\n"
+                                   "p.add_argument('--limit_2d')\np.parse_args()\n"},
+         ["error: the script's own name", "error: remove it"]),
+        ("shell-slip", {"a.sh": f"{RUN} x.py\nllava (a=b), args: ()\n"}, ["error: quotes around it"]),
+        ("shell-slip", {"a.sh": f"if true; then\n{RUN} x.py\ndone\n"}, ["error: close what is open"]),
+        ("lost-line", {"a.sh": f"{RUN} x.py\n{EVAL}python e.py \\\ns=a \\ \nm=m\n"}, ["runs m=m as a command"]),
+        ("lost-line", {"a.sh": f"{EVAL}\\ \nNCCL_DEBUG=INFO \\\n{RUN} x.py\n"}, ["its variables do not reach"]),
+        ("unknown-swift-setting", SWIFT, ["error: `eval_strategy`"]),
+        ("unknown-swift-setting", SWIFT | {"run/setup.sh": "pip install \\\n  transformers==4.37.2 \\\n  timm\n"},
+         ["note: from transformers 4.51.0"]),
+        ("wrong-deepspeed-type", {"a.json": zero(activation_checkpointing={"number_checkpoints": False})}, ["note: a"]),
+        ("wrong-deepspeed-type", {"a.json": zero(activation_checkpointing={"number_checkpoints": True})}, ["warning:"]),
+        ("byte-order-mark", {"a.yaml": f"{RECIPE}deepspeed: z.json\n", "z.json": WITHOUT_AUTO}, ["error: save it"]),
+        ("byte-order-mark", {"a.yaml": WITH_JSON, "ds.json": WITHOUT_AUTO}, ["note: save it"]),
+        ("yaml-not-auto", CLIPPED, ["error: remove it"]),
+        ("yaml-not-auto", CLIPPED | {"run_clm.py": f"class Mine(TrainingArguments):\n    max_grad_norm: int = 1\n{HF}"},
+         ["warning: remove it"]),
+        ("unknown-fsdp-config-key", {"a.json": CLS.replace("NAME", "transformer_cls_names_to_wrap")},
+         ["warning: `transformer_layer_cls_to_wrap`"]),
+        ("unknown-fsdp-config-key", {"a.json": CLS.replace("NAME", "transformer_layer_cls_to_wrap")}, []),
+        ("unknown-word", {"a.yaml": RECIPE.replace(": q\n", ": openai/gpt-oss-20b\n").replace("qwen", "gpt")},
+         ["warning: `gpt_oss`"]),
+        ("deepspeed-file-no-json", {"a.sh": f"{RUN} --config_file ds.json x.py\n", "ds.json": zero()},
+         ["error: `--use_deepspeed --deepspeed_config_file`"]),
+        ("deepspeed-file-no-json", {"a.sh": f"{RUN} --config_file a.yaml x.py\n", "a.yaml": WITH_JSON}, []),
+        ("folder-made-too-late", {"a.sh": SUBMIT.replace("$M", "logs")}, []),
+        ("folder-made-too-late", {"a.sh": "#SBATCH --output=logs/a.out\nmkdir -p logs\ntorchrun x.py\n"}, ["warning"]),
+        ("unknown-parameter", {"a.json": zero(scheduler={"type": "WarmupCosineLR", "params": {
+            "total_num_steps": 9, "cos_min_lr": 3e-5}})}, ["error: `cos_min_ratio`, a fraction"]),
+        ("unknown-llama-factory-setting", {"a.yaml": f"{RECIPE}system: You are.\n"}, ["error: `default_system`"]),
+        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/train.py --lr 1\n", "src/api.py": ""}, []),
+        ("not-exported", {"a.sh": f"WANDB_MODE=online\n{RUN} x.py\n"}, ["note: `export"]),
+        ("not-exported", {"a.sh": f"WANDB_MODE=offline\n{RUN} x.py\n"}, ["warning: `export"]),
+        ("unknown-nested-key", {"a.yaml": f"{BLOCK}  stage3_gather_16bit_weights_on_model_save: true\n"}, ["note: "]),
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  stage3_gather_16bit_weights_on_model_save: 1\n"}, ["error"]),
+        ("unknown-nested-key", {"a.yaml": f"{BLOCK}  steps_per_print: 2000\n"}, ["note: remove it"]),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.json", "/x/c/ds.json"), "ds.json": zero()},
+         ["note: `ds.json`"]),
+        ("wrong-deepspeed-type", {"a.yaml": "# of a cluster\n" + zero(optimizer={"type": "AdamW", "params": {"lr": 0}})
+                                  .replace('"lr": 0', '"lr": 1e-5')}, []),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["warning"]),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH --exclusive -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, []),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl @ git+https://github.com/huggingface/trl.git@main'"},
+         ["warning: if you run trl 0.19.0 or newer: remove it"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl>=1.0'"}, ["warning: remove it"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl==0.18.0'"}, ["note: from trl 0.19.0 on"]),
+        ("unknown-trl-setting", OWN_RECIPE | {"sft.py": f"class A:\n    my_datasets: str = 'a'\n{READS_RECIPES}"}, []),
+        ("unknown-trl-setting", OWN_RECIPE | {"sft.py": "cfg = yaml.safe_load(f)\nprint(cfg['my_datasets'])\n"}, []),
+        ("shell-slip", {"a.sh": f'D=f"{{root}}/data"\n{RUN} x.py --data $D\n'}, ["error: `\"${NAME}\"`"]),
+        ("shell-slip", {"a.sh": f'D="${{root}}/data"\n{RUN} x.py --data $D\n'}, []),
+    ],
+)  # fmt: skip
+def test_what_is_said_fits_the_program_and_the_place(
+    rule: str, files: dict[str, str], said: list[str], tmp_path: Path
+) -> None:
+    findings = found(tmp_path, rule, files)
+    assert len(findings) == len(said), findings
+    for each, part in zip(findings, said, strict=True):
+        assert part in f"{each.message}\n{each.level}: {each.fix}"

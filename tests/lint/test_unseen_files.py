@@ -274,6 +274,7 @@ def test_batch_sizes_alone_make_no_deepspeed_file(tmp_path: Path) -> None:
     assert detect_kind(own) != "deepspeed"
     assert detect_kind({"train_batch_size": 8, "gradient_clipping": 1.0}) == "deepspeed"
     assert detect_kind({"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}) is None
+    assert detect_kind({"curriculum_learning": {"enabled": True}}) is None  # a part, which a script reads
     assert detect_kind({"defaults": ["actor"], "strategy": "fsdp", "fsdp_config": {"fsdp_size": -1}}) is None  # Hydra's
     assert detect_kind({"seed": {"name": "SEEDTask", "dataset": {"root": "data"}}}) is None
     script = tmp_path / "grpo.sh"

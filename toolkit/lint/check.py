@@ -273,7 +273,7 @@ def fixed_text(path: Path) -> str:
 def apply_fixes(document: Document, matches: Sequence[Match]) -> str:
     """Return the text with every mechanical fix that overlaps no other; the rest waits for the next round.
 
-    >>> document = read_text("a: 1  # why\\nb: 2\\n", "mine.yaml")
+    >>> document = reading.read_text("a: 1  # why\\nb: 2\\n", "mine.yaml")
     >>> apply_fixes(document, [Match("a", "is old", "`c`", rename="c"), Match("b", "has no effect", "", remove=True)])
     'c: 1  # why\\n'
     """

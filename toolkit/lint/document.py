@@ -676,7 +676,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
             return DEEPSPEED
         # A script's own file has batch sizes by DeepSpeed's names too; DeepSpeed's has little else.
         share = 2 if best == DEEPSPEED else 8
-        return best if counts[best] * share >= len(keys) else None
+        is_one = best == DEEPSPEED and len(data) == len(blocks) == 1  # a part of a configuration, which a script reads
+        return best if counts[best] * share >= len(keys) and not is_one else None
     for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
         if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
             return kind

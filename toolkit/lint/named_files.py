@@ -47,8 +47,10 @@ JUDGED_BY = (*_REQUIREMENTS, *_INSTRUCTIONS, "*.py", "*.md")
 _LOOKED_FOR = re.compile("|".join(map(fnmatch.translate, JUDGED_BY)))
 _BOUND = re.compile(r"(==|~=|<=|<|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
 _FROM = re.compile(r"(==|~=|>=|>|\^|(?<![<>=!~^\w.])=?)v?(\d+(?:\.\d+)*)")
-_SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*(?:=[ ]*[\"']|@[ ]*git\+\S*@|\"\nversion = \")?"
+_SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
+_SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
+OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
@@ -108,6 +110,13 @@ def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     return found
 
 
+@functools.lru_cache(maxsize=16)
+def scripts_with(word: str, folder: Path) -> list[tuple[str, str]]:
+    """Return the same of each script of a project whose text has a word."""
+    files = [str(each) for each in project_files(folder) if word in texts_of([each])]
+    return [each for file in files for each in scripts_named(file, file) if word in each[0]]
+
+
 def project_files(folder: Path) -> tuple[Path, ...]:
     """Return the Python files of the project that a folder is in: the nearest folder with the marks of one."""
     root = project_root(folder)
@@ -151,7 +160,8 @@ def _requirements(folder: Path) -> tuple[str, str, str]:
     near = {folder, folder / "requirements"}
 
     def text_of(which: Callable[[Path], bool]) -> str:
-        text = texts_of([*filter(which, files)], max_bytes=MAX_REQUIREMENTS_BYTES)
+        texts = ((each, texts_of([each], max_bytes=MAX_REQUIREMENTS_BYTES)) for each in filter(which, files))
+        text = "\n".join(OF_OTHERS.sub("", text) if file.suffix == ".lock" else text for file, text in texts)
         instructions = texts_of([*filter(which, told)], max_bytes=MAX_REQUIREMENTS_BYTES)
         return re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE) + "\n" + installing(instructions)
 

@@ -40,9 +40,8 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
 def unquoted_no(doc: Document) -> Iterator[Match]:
     """YAML reads an unquoted `no` as false, which this key does not accept: accelerate and transformers raise."""
     for key in KEYS_WITH_NO[doc.kind or ACCELERATE]:
-        is_refused = (
-            key == "mixed_precision" and settings.is_deepspeed(doc) and settings.names_json(doc)
-        )  # with quotes too
+        # With quotes too.
+        is_refused = key == "mixed_precision" and settings.is_deepspeed(doc) and settings.names_json(doc)
         if doc.get(key) is False and not is_refused:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")
 
@@ -61,6 +60,9 @@ def block_not_in_force(doc: Document) -> Iterator[Match]:
             fix = f"`--use_{kind.lower()}`" if doc.call else fix
             message = f"distributed_type is {found or 'not said'}: {block} has no effect"
             may_say = doc.call is not None and "config-file" not in doc.call.options and not found
+            if doc.call is None and doc.is_flag("distributed_type"):
+                message = f"the command's option selects {found}: {block} has no effect"
+                fix = f"remove {block}, or the option"
             message += ", unless the default file of `accelerate config` selects it" if may_say else ""
             level, line = NOTE if may_say or is_both else None, doc.call.line if doc.call else None
             yield Match(block, message, fix, line=line, level=level)
@@ -210,11 +212,8 @@ def layer_class_of_another_model(doc: Document) -> Iterator[Match]:
     in_block, model = fsdp_setting(doc, name), names.get("model_name_or_path", names.get("base_model"))
     key = f"fsdp_{name}" if in_block is None else fsdp_key(doc, name)
     classes = doc.get(key) if in_block is None else in_block
-    if (
-        not isinstance(classes, str)
-        or settings.is_template(classes)
-        or (doc.kind == ACCELERATE and engine_of(doc) != "FSDP")
-    ):
+    is_others = doc.kind == ACCELERATE and engine_of(doc) != "FSDP"
+    if not isinstance(classes, str) or settings.is_template(classes) or is_others:
         return
     from toolkit.models.decoders import LLAMA_FAMILY, OTHER_DECODERS
     from toolkit.models.read_model import known_models, made_from, same_shape

@@ -37,6 +37,7 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         if doc.kind == AXOLOTL
         else settings.fsdp_version(doc)
     ),
+    "says_engine": lambda doc: doc.has("distributed_type"),
     "says_shards": lambda doc: doc.has("num_processes") or doc.has(settings.parallel_size_key("dp_shard")),
     "is_dpo": lambda doc: any(map(doc.has, DPO_KEYS)),
     "accelerator_file": lambda doc: isinstance(doc.get("accelerator_config"), str) or None,

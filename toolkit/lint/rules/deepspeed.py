@@ -57,10 +57,14 @@ def _differs_for_reader(doc: Document, key: str, value: object) -> bool:
     reader = trainer_of(doc)
     if reader is None or (field == "warmup_steps" and (as_float(reader.get(field)) or 0) < 1):
         return False
+    return reader.has(field) or (key in DEFAULTS and value != DEFAULTS[key] and _has_default(reader, field))
+
+
+def _has_default(reader: Document, field: str) -> bool:
+    """Return True for arguments whose program leaves a field that they do not name at the Trainer's default."""
     sources = reader.reader_source, imported_source(reader.source, reader.folder)  # with a default of their own
-    has_defaults = reader.program in ("transformers", "llama-factory") and not reader.has("config")
-    has_defaults &= not any(declares(each, field) for each in sources)
-    return reader.has(field) or (has_defaults and key in DEFAULTS and value != DEFAULTS[key])
+    is_plain = reader.program in ("transformers", "llama-factory") and not reader.has("config")
+    return is_plain and not any(declares(each, field) for each in sources)
 
 
 def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
@@ -82,10 +86,13 @@ def yaml_not_auto(doc: Document) -> Iterator[Match]:
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
         key = f"deepspeed_config.{name}"
         reader, value = trainer_of(doc), doc.get(key, "auto")
-        here = reader.get(OWNED_BY_TRAINER[name], 1) if reader is not None else None  # the default of both
+        field = OWNED_BY_TRAINER[name]
+        here = reader.get(field, 1) if reader is not None else None  # the default of both
         if value not in ("auto", None) and (here is None or as_float(here) != as_float(value)):
-            message = f"{shorten(value)} must equal {OWNED_BY_TRAINER[name]}, or a Trainer raises"
-            yield Match(key, message, "remove it, under a Trainer", level=None if as_float(here) is not None else NOTE)
+            message = f"{shorten(value)} must equal {field}, or a Trainer raises"
+            is_certain = reader is not None and (reader.has(field) or _has_default(reader, field))
+            level = NOTE if as_float(here) is None else ERROR if is_certain and as_float(value) is not None else None
+            yield Match(key, message, "remove it, under a Trainer", level=level)
 
 
 @rule(ERROR, DEEPSPEED, library="accelerate", fix="a value, or no key")
@@ -154,6 +161,7 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 fix = f"`{close}`" if close else f"remove it; it has {', '.join(known)}"
                 fix = "remove it: it is the optimizer's lr" if name == "warmup_max_lr" else fix
                 fix += " at the top level" if close == "gradient_clipping" else ""
+                fix += ", a fraction of the optimizer's lr" if "_ratio" in fix and "lr" in name else ""
                 message = f"`{shorten(name)}` is no parameter of {kind}: DeepSpeed raises"
                 since = FIRST_SCHEDULES if block == "scheduler" else None
                 yield Match(f"{block}.params.{name}", message, fix, since=since)
@@ -241,10 +249,10 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     root = project_root(doc.folder)
     message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
     fix = "start the run where the path is right" if start else "a path that exists"
+    is_elsewhere = Path(named).is_absolute()  # a path of the machine that runs it
     if file and root and not start:  # one of the same name, beside the file
         fix = f"`{os.path.relpath(file, root)}`"
-    is_elsewhere = Path(named).is_absolute()  # on the machine that runs it, where it may well be
-    yield Match(key, message, fix, level=ERROR if file and root and not (start or is_elsewhere) else None)
+    yield Match(key, message, fix, level=ERROR if file and root and not start and not is_elsewhere else None)
 
 
 def _near_file(doc: Document, named: str) -> Path | None:
@@ -253,13 +261,21 @@ def _near_file(doc: Document, named: str) -> Path | None:
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
-    close = nearest(Path(named).name, names)
+    words = sorted(re.split("[_.]", Path(named).name))
+    turned = (each for each in names if sorted(re.split("[_.]", each)) == words)
+    close = next(turned, nearest(Path(named).name, names, cutoff=0.9 if suffixes == (".py",) else 0.6))
     return Path(named).parent / close if close else None
 
 
-@rule(ERROR, TRAINER, AXOLOTL, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
+@rule(ERROR, TRAINER, AXOLOTL, *SCRIPTS, library="transformers", fix="a JSON of DeepSpeed", for_every_program=True)
 def deepspeed_file_no_json(doc: Document) -> Iterator[Match]:
-    """The Trainer reads the file of `deepspeed` as JSON: YAML is for `accelerate launch`."""
+    """The Trainer reads the file of `deepspeed` as JSON: YAML is for `accelerate launch`, which refuses that JSON."""
+    for call in doc.script.launches:
+        config = document.accelerate_file(doc, call)
+        if call.tool == "accelerate" and config is not None and config.kind == DEEPSPEED:
+            message = f"{shorten(call.options['config-file'])} is DeepSpeed's, and no configuration of accelerate"
+            fix = "`--use_deepspeed --deepspeed_config_file` with it"
+            yield Match("--config_file", message, fix, line=call.line, library="accelerate")
     named = document.deepspeed_files(doc)[1]
     if named.endswith((".yaml", ".yml")) and not doc.is_read("deepspeed"):
         file = find_named(named, doc.path)

@@ -173,6 +173,8 @@ def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     meant = found.rename or found.fix.strip("`")
     if found.level is None and _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
         return replace(found, level=NOTE)
+    if name.removeprefix("fsdp_").startswith("transformer_") and "cls" in name:  # without it the model's own classes
+        return replace(found, level=found.level or WARNING)
     if found.rename is not None or found.level is not None:
         return found
     if _holds_anyway(doc, name, value):
@@ -196,10 +198,7 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
 
 
 def _is_chosen_anyway(doc: Document, name: str, value: Any) -> bool:
-    """Return True for the class of a model's layers, which FSDP takes from the model where no key names it, and for
-    what a Trainer's argument, or its default, says."""
-    if name == "fsdp_transformer_layer_cls_to_wrap":
-        return re.fullmatch(r"[A-Z]\w+(?:DecoderLayer|Block)", str(value)) is not None
+    """Return True for what a Trainer's argument, or its default, says."""
     field, reader, source = OWNED_BY_TRAINER.get(name), settings.trainer_of(doc), doc.reader_source
     is_known = field and (reader is not None or (occurs(A_TRAINER, source) and field not in source))
     said = (reader or doc).get(field, DEFAULTS.get(name)) if is_known else None

@@ -10,10 +10,10 @@ from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import AXOLOTL, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import names_program, project_root, scripts_named, source_of
+from toolkit.lint.named_files import names_program, project_root, scripts_named, scripts_with, source_of
 from toolkit.lint.rules.settings import is_grpo, is_template, shorten
 from toolkit.lint.script_options import is_refused
-from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED
+from toolkit.presets.removed_keys import TRAINING_ARGUMENTS_REMOVED, TRAINING_ARGUMENTS_REMOVED_IN
 from toolkit.versions import version_numbers
 
 DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")  # of TRL's DatasetConfig
@@ -95,10 +95,12 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         if program == "trl":  # the first is another rule's
             of_launcher = is_command and key.replace("_", "-") in launcher_tables()["options"]["accelerate"]
             of_script = not is_command and _is_of_a_script(schema, key)
-            if of_script and key not in TRAINING_ARGUMENTS_REMOVED and doc.start and _refuses(doc, key):
-                level = WARNING if doc.pinned_below("trl", KEPT_REST) else None
-                message = f"no class of {doc.start.script} has `{shorten(key)}`: its parser refuses the file"
-                yield Match(key, message, "remove it", level=level)
+            if of_script and key not in TRAINING_ARGUMENTS_REMOVED and _refuses(doc, key):
+                is_dropped = doc.pinned_below("trl", KEPT_REST)
+                effect, level = "drops it" if is_dropped else "refuses the file", WARNING if is_dropped else None
+                script, level = (doc.start.script, level) if doc.start else ("the project's scripts", WARNING)
+                message = f"no class of {script} has `{shorten(key)}`: TRL's parser {effect}"
+                yield Match(key, message, "remove it", level=level, since=None if doc.start else KEPT_REST)
             if key in TRAINING_ARGUMENTS_REMOVED or of_launcher or of_script:
                 continue
         if program == "axolotl" and doc.is_flag(key) and key not in schema.renamed:
@@ -108,7 +110,10 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         fix = f"remove it: `{written[1]}` is set" if written and doc.has(written[1]) else fix
         refusal = schema.refusal if doc.call is None else schema.refusal.replace("the file", "it")
         of_swift = OLDEST_SWIFT if program == "ms-swift" and key in schema.renamed else None
-        since = _lost_in(schema, doc, key) or of_swift
+        since, library = _lost_in(schema, doc, key) or of_swift, None
+        of_older = TRAINING_ARGUMENTS_REMOVED_IN.get(key) if program == "ms-swift" else None
+        if of_older and doc.pinned_below("transformers", of_older):  # whose arguments ms-swift has
+            since, library = of_older, "transformers"
         is_gone = program == "trl" and doc.call is None and not doc.pinned_below("trl", since)
         if is_gone and doc.pinned_below("trl", KEPT_REST):
             refusal = "the project's version drops it without a word"
@@ -143,7 +148,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         older = [each for each, new in schema.renamed.items() if new == instead and each in schema.former]
         if key not in older and older and doc.pinned_below(schema.distribution, schema.former[older[0]]):
             fix = fix.replace(f"`{instead}`", f"`{older[0]}`")
-        yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since)
+        yield Match(key, message, fix, rename=name if is_free else None, level=level, since=since, library=library)
     command = str(start.script if start else "").removeprefix("trl ") if is_command else ""
     others = set().union(*schema.commands.values()).difference(schema.commands.get(command, schema.fields))
     for key in [key for key in doc.data if key in others]:
@@ -151,10 +156,13 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 
 def _refuses(doc: Document, key: str) -> bool:
-    """Return True for a setting of a file that a command names, where the parser of the command's script lacks it."""
+    """Return True for a setting of a file where the parser of the script that its command starts lacks it; without a
+    command those of all scripts of the project, where nothing else reads the setting."""
     start, path = doc.start, (doc.command or doc).path
     is_own = start is not None and start.tool not in PROGRAMS and not (doc.call or doc.is_flag(key))
     scripts = scripts_named(start.script or "", path) if start and is_own else []
+    if start is None and doc.has_trl_parser and key not in doc.reader_source:
+        scripts = scripts_with("TrlParser(", doc.folder)
     return bool(scripts) and all("TrlParser(" in each[0] and is_refused(key, *each) for each in scripts)
 
 

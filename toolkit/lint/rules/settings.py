@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_configuration
 from toolkit.files.paths import is_file
 from toolkit.lint import named_files
-from toolkit.lint.document import ACCELERATE, DEEPSPEED, OUR_PROGRAMS, Document
+from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, Document
 from toolkit.lint.findings import NOTE
 from toolkit.lint.named_files import LINT_TABLES, find_named, has_own_loop, imported_source, occurs, parses_own
 from toolkit.presets.preset import presets_root
@@ -78,8 +78,9 @@ def shorten(value: Any) -> str:
 
 
 def engine_of(doc: Document) -> str:
-    """Return the `distributed_type` in capitals; YAML reads an unquoted `no` as false."""
-    return "NO" if doc.get("distributed_type") is False else as_enum(doc.get("distributed_type"))
+    """Return the `distributed_type` in capitals; YAML reads an unquoted `no` as false, and an empty one is none."""
+    kind = doc.get("distributed_type", "")
+    return "NO" if kind in (False, None) else as_enum(kind)
 
 
 def is_deepspeed(doc: Document) -> bool:
@@ -144,10 +145,18 @@ def keeps_text(doc: Document) -> bool:
 
 
 OMEGACONF = re.compile(r"\b(?:omegaconf|hydra)\b")  # which read `1e-4` as a number
+# Code that makes words of a command of a file's settings, for argparse, which converts them.
+MAKES_WORDS = re.compile(
+    r"(?:[\"']--[\"'][ ]*\+|f[\"']--\{)(?s:.){0,1500}?"
+    r"(?:sys\.argv(?:\.extend\(|[ ]*\+?=(?!=))|\bparse_args\w*\((?:args=)?\w)"
+)
 
 
 def converts_text(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file makes a number or a switch of a setting's text."""
+    is_kept = any(name in doc.reader_source for name in ("parse_yaml_file(", "parse_dict("))
+    if not is_kept and occurs(MAKES_WORDS, doc.reader_source):
+        return True
     own = rf"(?:int|float|bool)\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
     return occurs(re.compile(own), doc.reader_source) or occurs(OMEGACONF, doc.reader_source)
 
@@ -239,7 +248,9 @@ def is_without_rank(doc: Document) -> bool:
 def level_for_trainer(doc: Document) -> str | None:
     """Return the level of what concerns the Trainer alone: a JSON without `auto`, or of a YAML, may be for a loop."""
     is_accelerates = doc.named_by is not None and doc.named_by.kind == ACCELERATE
-    has_no_auto = doc.kind == DEEPSPEED and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
+    is_trainers = doc.named_by is not None and doc.named_by.program in (*OUR_PROGRAMS, *FOREIGN)
+    is_trainers |= doc.named_by is not None and doc.named_by.kind == AXOLOTL
+    has_no_auto = doc.kind == DEEPSPEED and not is_trainers and not re.search(r"[\"']auto[\"']|: auto\b", doc.text)
     return NOTE if is_accelerates or has_no_auto or is_without_trainer(doc) else None
 
 

@@ -19,6 +19,7 @@ from toolkit.lint.script_options import is_refused, options_of
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
 LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
+ONLY_ASSIGNED = re.compile(r"\s*(?:export\s+)?(?>\w+=(?:\$\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s\"';&|])*+[\s\\]*)*+")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
 TYPOGRAPHIC = re.compile(r"[“”‘’]|(?<=\s)[–—](?=-?\w)")
 A_COMMAND = re.compile(r"(?:^|\s)(?:[–—-]{1,2}\w|\w+=)")  # with an option or an assignment, unlike prose
@@ -61,7 +62,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
-    for start, end in script.commands if script.calls else ():
+    for (first, _), (start, end) in itertools.pairwise(((0, 0), *script.commands)) if script.calls else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
@@ -72,7 +73,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
                 continue
             line, before = script.line_at(found.start(1)), script.text[:start]
             message = f"continues nothing: bash runs {found[1]} as a command, and the launcher does not get it"
-            if re.match(r"\w+=", found[1]):
+            if re.match(r"\w+=", found[1]) and ONLY_ASSIGNED.fullmatch(script.text, first, start):
                 message = "what stands in front of it ends there: its variables do not reach the launcher"
             code = re.sub(r"(?m)(?:^[ \t]*#[^\n]*\n)+\Z", "", before)  # in front of the comments
             fix = "end the line before with a backslash, and nothing behind it"
@@ -187,9 +188,8 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
             yield Match(found[1], "no library reads it", fix, line=doc.script.line_at(found.start(1)))
-    for found, line in (
-        doc.script.find(r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)") if doc.script.calls else ()
-    ):
+    others = r"^[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{7,})=(\w*)"
+    for found, line in doc.script.find(others) if doc.script.calls else ():
         close = None if found[1] in TIMEOUTS else nearest(found[1], INHERITED, cutoff=0.95)
         if (close or found[1] in TIMEOUTS) and not (found[1] in INHERITED or _is_read(doc, found[1])):
             is_seen = doc.has_code or any(scripts_named(call.script or "", doc.path) for call in doc.script.launches)
@@ -375,9 +375,10 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
         for word in dict.fromkeys(written):
             name = word.partition("=")[0]
             if all(is_refused(word, *each) for each in scripts):
-                line = call.arguments[name[2:].replace("-", "_")][1]
+                value, line = call.arguments[name[2:].replace("-", "_")]
                 close = nearest(name[2:], {each for source in scripts for each in options_of(*source)}, cutoff=0.85)
-                fix = f"`--{close}`" if close else "remove it"
+                fix = "remove it" if value is None else "the script's own name for it, or remove it"
+                fix = f"`--{close}`" if close else fix
                 yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
         passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
         if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):

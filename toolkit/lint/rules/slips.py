@@ -32,6 +32,7 @@ MENTIONED = r"(?<![\w$])NAME\b(?<!\$\{NAME)|\$\{[#!]?NAME[^\w}]|-[nzv] +\"?\$\{?
 HEAD_OF_JOB = re.compile(r"(?!#!)(?:[ \t]*(?:#[^\n]*)?\n)*?#SBATCH")  # without a line that names a shell
 OF_SHELL = re.compile(r"#!.*\b(?:ba|da)?sh\b|(?!#!)")
 PARSED = re.compile(r"line (\d+): (syntax error near.*|syntax error: unexpected end.*|unexpected EOF.*)")
+CLOSES = re.compile(r"token `(?:fi|done|esac|else|elif|then|do|\}|\)|;;)'")
 PLACEHOLDER = re.compile(r"<[\w ./-]+>|\{\{|\{%")
 
 
@@ -76,20 +77,16 @@ def _unparsed(doc: Document) -> Iterator[Match]:
         return
     command = [bash, "--norc", "--noprofile", "-O", "extglob", "-n"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command,
-            input=text.encode(errors="replace"),
-            capture_output=True,
-            env={"LC_ALL": "C"},
-            timeout=5,
-            check=False,
-        )
+        code, plain = text.encode(errors="replace"), {"LC_ALL": "C"}
+        done = subprocess.run(command, input=code, capture_output=True, env=plain, timeout=5, check=False)
         found = PARSED.search(done.stderr.decode(errors="replace")) if done.returncode == 2 else None
         line = min(int(found[1]), len(lines)) if found else 0
         if found and line and not PLACEHOLDER.search(lines[line - 1]):
             message = f"{found[2].strip()}: bash runs nothing behind it"
             at = line + doc.script.first_line - 1
-            yield Match("bash -n", message, "close what is open above it", line=at)
+            is_open = CLOSES.search(message) or "unexpected e" in message.lower()
+            fix = "close what is open above it" if is_open else "quotes around it, or `#` in front of prose"
+            yield Match("bash -n", message, fix, line=at)
 
 
 def _quoted_variables(script: JobScript) -> Iterator[Match]:

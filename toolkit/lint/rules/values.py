@@ -78,7 +78,7 @@ def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
     yield from _wrong_types(doc, DEEPSPEED_BLOCKS)
     for block in ("optimizer.params", "scheduler.params"):
         for name, value in doc.block(block).items():
-            if isinstance(value, str) and as_float(value) is not None:
+            if isinstance(value, str) and as_float(value) is not None and not _reads_exponents(doc):
                 yield Match(f"{block}.{name}", f"{shorten(value)} is text, and no number", "the number without quotes")
 
 
@@ -162,6 +162,7 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
                 level = NOTE if key == "zero_optimization" and isinstance(value, bool) else level
                 is_one = block and isinstance(value, bool) and doc.kind == DEEPSPEED and "number" in kind.expected
                 level = WARNING if is_one or (kind is STAGE and isinstance(value, bool)) else level  # 1 to pydantic
+                level = NOTE if block == LOOSE_BLOCKS[0] and not value else level  # as if it were absent
                 message = f"{'null' if value is None else shorten(value)}, expected {kind.expected}"
                 if kind is STAGE and isinstance(value, str) and value.isdigit():
                     message = f"{value} is text: DeepSpeed reads a number, accelerate and the Trainer see no stage"
@@ -171,8 +172,8 @@ def _wrong_types(doc: Document, blocks: Mapping[str, Types]) -> Iterator[Match]:
 
 def _reads_exponents(doc: Document) -> bool:
     """Return True for a YAML whose loader takes `5e8` for a number: that of JSON by another name, or OmegaConf's."""
-    is_in_braces = doc.text.lstrip().startswith("{")
-    return not doc.is_json and (is_in_braces or "${" in doc.text or occurs(settings.OMEGACONF, doc.reader_source))
+    is_in_braces = re.match(r"(?:\s*#[^\n]*\n)*\s*\{", doc.text)
+    return not doc.is_json and bool(is_in_braces or "${" in doc.text or occurs(settings.OMEGACONF, doc.reader_source))
 
 
 def _as_expected(key: str, value: Any, expected: str) -> str:
