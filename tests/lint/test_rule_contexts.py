@@ -40,6 +40,7 @@ SFT = "SFTTrainer(args=SFTConfig(output_dir='o')).train()\n"
 LOOP = "Accelerator()\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
 LOOP_RUN = "accelerate launch --use_deepspeed --deepspeed_config_file ds.json x.py\n"
 OPTIMIZER = zero(optimizer={"type": "AdamW", "params": {"lr": 1}})
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 VERL, LOGS = "python -m verl.trainer.main_ppo", "#SBATCH --output=logs/o\n"
 OFFLOAD = zero(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
 
@@ -308,6 +309,8 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n",
                                 "x.py": f"{SFT}max_grad_norm = 2\n"}, "error"),
         ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: A,B\n"}, "warning"),
+        ("unknown-deepspeed-key", {"a.json": zero(**GATHER, zero_optimization={"stage": 3, **GATHER})}, "note"),
+        ("unknown-deepspeed-key", {"a.json": zero(**GATHER, zero_optimization={"stage": 3})}, "error"),
         ("not-exported", {"a.sh": "WANDB_MODE=online\ntorchrun x.py\n"}, "note"),
         ("not-exported", {"a.sh": "WANDB_MODE=offline\ntorchrun x.py\n"}, "warning"),
         ("not-exported", {"a.sh": "NCCL_IB_DISABLE=0\ntorchrun x.py\n"}, "note"),

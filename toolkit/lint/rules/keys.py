@@ -194,6 +194,7 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
     holds |= str(value).lower() in ("auto", "false", "none") or name in LINT_TABLES["only_logs"]
+    holds |= doc.block("zero_optimization").get(name) == value  # where it is read
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 
