@@ -113,7 +113,7 @@ def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
 @functools.lru_cache(maxsize=16)
 def scripts_with(word: str, folder: Path) -> list[tuple[str, str]]:
     """Return the same of each script of a project whose text has a word."""
-    files = [str(each) for each in project_files(folder) if word in texts_of([each])]
+    files = (str(each) for each in project_files(folder) if word in texts_of([each]))
     return [each for file in files for each in scripts_named(file, file) if word in each[0]]
 
 

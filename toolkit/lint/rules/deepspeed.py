@@ -249,10 +249,9 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     root = project_root(doc.folder)
     message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
     fix = "start the run where the path is right" if start else "a path that exists"
-    is_elsewhere = Path(named).is_absolute()  # a path of the machine that runs it
-    if file and root and not start:  # one of the same name, beside the file
+    if file and root and not start:  # one of the same name, beside the file; an absolute path is another machine's
         fix = f"`{os.path.relpath(file, root)}`"
-    yield Match(key, message, fix, level=ERROR if file and root and not start and not is_elsewhere else None)
+    yield Match(key, message, fix, level=None if start or not (file and root) or Path(named).is_absolute() else ERROR)
 
 
 def _near_file(doc: Document, named: str) -> Path | None:
@@ -261,9 +260,10 @@ def _near_file(doc: Document, named: str) -> Path | None:
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
-    words = sorted(re.split("[_.]", Path(named).name))
-    turned = (each for each in names if sorted(re.split("[_.]", each)) == words)
-    close = next(turned, nearest(Path(named).name, names, cutoff=0.9 if suffixes == (".py",) else 0.6))
+    words = {*re.split("[_.]", Path(named).name)}
+    longer = [each for each in names if words <= {*re.split("[_.]", each)}]  # a word less is another script
+    likeness = 0.9 if named.endswith(".py") else 0.6
+    close = longer[0] if len(longer) == 1 else nearest(Path(named).name, names, cutoff=likeness)
     return Path(named).parent / close if close else None
 
 

@@ -156,8 +156,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
 
 
 def _refuses(doc: Document, key: str) -> bool:
-    """Return True for a setting of a file where the parser of the script that its command starts lacks it; without a
-    command those of all scripts of the project, where nothing else reads the setting."""
+    """Return True for a setting of a file that TRL's parser of its command's script, or of all of them, lacks."""
     start, path = doc.start, (doc.command or doc).path
     is_own = start is not None and start.tool not in PROGRAMS and not (doc.call or doc.is_flag(key))
     scripts = scripts_named(start.script or "", path) if start and is_own else []

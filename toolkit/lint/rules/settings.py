@@ -155,10 +155,9 @@ MAKES_WORDS = re.compile(
 def converts_text(doc: Document, name: str) -> bool:
     """Return True where the code that reads a file makes a number or a switch of a setting's text."""
     is_kept = any(name in doc.reader_source for name in ("parse_yaml_file(", "parse_dict("))
-    if not is_kept and occurs(MAKES_WORDS, doc.reader_source):
-        return True
     own = rf"(?:int|float|bool)\(.*(?:[\"']{name}[\"']|\.{name}\b)|{CONVERTS_TEXT}"
-    return occurs(re.compile(own), doc.reader_source) or occurs(OMEGACONF, doc.reader_source)
+    is_own = occurs(re.compile(own), doc.reader_source) or occurs(OMEGACONF, doc.reader_source)
+    return is_own or (not is_kept and occurs(MAKES_WORDS, doc.reader_source))
 
 
 def uses_fsdp(doc: Document) -> bool:

@@ -32,7 +32,7 @@ MENTIONED = r"(?<![\w$])NAME\b(?<!\$\{NAME)|\$\{[#!]?NAME[^\w}]|-[nzv] +\"?\$\{?
 HEAD_OF_JOB = re.compile(r"(?!#!)(?:[ \t]*(?:#[^\n]*)?\n)*?#SBATCH")  # without a line that names a shell
 OF_SHELL = re.compile(r"#!.*\b(?:ba|da)?sh\b|(?!#!)")
 PARSED = re.compile(r"line (\d+): (syntax error near.*|syntax error: unexpected end.*|unexpected EOF.*)")
-CLOSES = re.compile(r"token `(?:fi|done|esac|else|elif|then|do|\}|\)|;;)'")
+CLOSES = re.compile(r"token `(?:fi|done|esac|else|elif|then|do|\}|\)|;;)'|unexpected [eE]")
 PLACEHOLDER = re.compile(r"<[\w ./-]+>|\{\{|\{%")
 
 
@@ -84,8 +84,7 @@ def _unparsed(doc: Document) -> Iterator[Match]:
         if found and line and not PLACEHOLDER.search(lines[line - 1]):
             message = f"{found[2].strip()}: bash runs nothing behind it"
             at = line + doc.script.first_line - 1
-            is_open = CLOSES.search(message) or "unexpected e" in message.lower()
-            fix = "close what is open above it" if is_open else "quotes around it, or `#` in front of prose"
+            fix = "close what is open above it" if CLOSES.search(message) else "quotes around it, or `#` before prose"
             yield Match("bash -n", message, fix, line=at)
 
 
