@@ -323,6 +323,8 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": zero(), "x.py": LOOP}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN.replace(" ds.", " ${HERE}/ds."), "ds.json": OPTIMIZER, "x.py": LOOP},
+         "error"),
         ("unknown-swift-setting", {"a.sh": "swift sft --model m --check_dataset_strategy none\n"}, "error"),
         ("unknown-swift-setting", {"a.sh": 'S="${S:-/a/bin/swift}"\n"${S}" sft --model m --sft_type full\n'}, "error"),
         ("include-with-count", {"a.sh": 'RUN=(deepspeed)\n"${RUN[@]}" --num_gpus 1 --include a:1 x.py\n'}, "error"),

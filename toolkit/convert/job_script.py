@@ -203,8 +203,7 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             at = text.find(word)
         return first_line + text.count("\n", 0, at)
 
-    # A program in the place of the variable that holds it, in as many letters.
-    held = {found[1]: found[2] for found in _PROGRAM.finditer(text)}
+    held = {found[1]: found[2] for found in _PROGRAM.finditer(text)}  # each in the variable's place, as many letters
     for use in [each for each in _USED.finditer(text) if len(held.get(each[2], each[0])) < len(each[0])]:
         text = text[: use.start()] + held[use[2]].rjust(len(use[0])) + text[use.end() :]
     set_once: Mapping[str, str | None] | None = None

@@ -177,7 +177,8 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     those of a loop accelerate raises."""
     for call in doc.script.launches:
         told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
-        json = told.deepspeed_json if told else None
+        file = find_named(re.sub(r"^\$\{?\w+\}?/", "", call.options.get("deepspeed-config-file") or ""), doc.path)
+        json = told.deepspeed_json if told and told.deepspeed_json else document.load_document(file) if file else None
         source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
         prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
         twice = [each for each in ("optimizer", "scheduler") if json and json.has(each) and each[:5] in prepared]
