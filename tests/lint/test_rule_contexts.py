@@ -36,6 +36,15 @@ def zero(**more: object) -> str:
     return json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}} | more)
 
 
+SFT = "SFTTrainer(args=SFTConfig(output_dir='o')).train()\n"
+LOOP = "Accelerator()\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
+LOOP_RUN = "accelerate launch --use_deepspeed --deepspeed_config_file ds.json x.py\n"
+OPTIMIZER = zero(optimizer={"type": "AdamW", "params": {"lr": 1}})
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+VERL, LOGS = "python -m verl.trainer.main_ppo", "#SBATCH --output=logs/o\n"
+OFFLOAD = zero(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
+
+
 def found(folder: Path, rule: str, files: dict[str, str]) -> list[Finding]:
     """Lint the first of a project's files, and return the findings of a rule."""
     (folder / ".git").mkdir(exist_ok=True, parents=True)
@@ -290,6 +299,50 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
     rule: str, files: dict[str, str], part: str, tmp_path: Path
 ) -> None:
     assert [(each.level, part in each.message) for each in found(tmp_path, rule, files)] == [("note", True)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "level"),
+    [
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n", "x.py": SFT}, "note"),
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 2\n", "x.py": SFT}, "error"),
+        ("unknown-nested-key", {"a.yaml": f"{DEEPSPEED}  zero_stage: 2\n  gradient_clip: 1\n",
+                                "x.py": f"{SFT}max_grad_norm = 2\n"}, "error"),
+        ("unknown-nested-key", {"a.yaml": f"{FSDP2}  fsdp_transformer_cls_names_to_wrap: A,B\n"}, "warning"),
+        ("unknown-deepspeed-key", {"a.json": zero(**GATHER, zero_optimization={"stage": 3, **GATHER})}, "note"),
+        ("unknown-deepspeed-key", {"a.json": zero(**GATHER, zero_optimization={"stage": 3})}, "error"),
+        ("not-exported", {"a.sh": "WANDB_MODE=online\ntorchrun x.py\n"}, "note"),
+        ("not-exported", {"a.sh": "WANDB_MODE=offline\ntorchrun x.py\n"}, "warning"),
+        ("not-exported", {"a.sh": "NCCL_IB_DISABLE=0\ntorchrun x.py\n"}, "note"),
+        ("not-exported", {"a.sh": "NCCL_IB_DISABLE=1\ntorchrun x.py\n"}, "warning"),
+        ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.", "/no/ds."), "ds.json": zero()}, "note"),
+        ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "error"),
+        ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": zero(), "x.py": LOOP}, None),
+        ("optimizer-of-json", {"a.sh": LOOP_RUN.replace(" ds.", " ${HERE}/ds."), "ds.json": OPTIMIZER, "x.py": LOOP},
+         "error"),
+        ("unknown-swift-setting", {"a.sh": "swift sft --model m --check_dataset_strategy none\n"}, "error"),
+        ("unknown-swift-setting", {"a.sh": 'S="${S:-/a/bin/swift}"\n"${S}" sft --model m --sft_type full\n'}, "error"),
+        ("include-with-count", {"a.sh": 'RUN=(deepspeed)\n"${RUN[@]}" --num_gpus 1 --include a:1 x.py\n'}, "error"),
+        ("include-with-count", {"a.sh": 'R=deepspeed\n$R --num_gpus 1 --include a:1 x.py\ntorchrun x.py\n'}, None),
+        ("shell-slip", {"a.sh": f"{VERL} data.seed=1 \\\n +trainer.nnodes=2\n"}, "error"),
+        ("shell-slip", {"a.sh": f"{VERL} ++trainer.nnodes=2 \\\n +trainer.log_freq=2\n"}, None),
+        ("shell-slip", {"a.sh": f"{VERL} --config-name mine +trainer.nnodes=2\n"}, None),
+        ("shell-slip", {"a.sh": f"{VERL} +trainer.nnodes=2\n", "verl/trainer/main_ppo.py": ""}, "note"),
+        ("folder-made-too-late", {"a.sbatch": f'{LOGS}cd "$P"\nmkdir -p "${{P}}/logs"\ntorchrun x.py\n'}, "warning"),
+        ("folder-made-too-late", {"a.sbatch": f'{LOGS}mkdir -p "${{P}}/logs"\ntorchrun x.py\n'}, None),
+        ("shell-slip", {"a.sh": 'D=f"{root}/data"\ntorchrun x.py --data "$D"\n'}, "error"),
+        ("shell-slip", {"a.sh": 'D=f"${root}/data"\nE=F"{a"\ntorchrun x.py --data "$D"\n'}, None),
+    ],
+)  # fmt: skip
+def test_the_level_of_a_finding_says_what_becomes_of_the_run(
+    rule: str, files: dict[str, str], level: str | None, tmp_path: Path
+) -> None:
+    assert [each.level for each in found(tmp_path, rule, files)] == ([level] if level else [])
 
 
 @pytest.mark.parametrize(

@@ -1147,6 +1147,10 @@ def test_a_precision_in_accelerates_block_is_what_mixed_precision_says(tmp_path:
         (2, "offload_optimizer: {device: none}", "note"),
         (2, "offload_optimizer: {device: cpu}", "error"),
         (2, "bf16: {enabled: true}", "error"),  # computes in fp32
+        (3, "zero3_save_16bit_model: true\n  stage3_gather_16bit_weights_on_model_save: true", "note"),
+        (3, "stage3_gather_16bit_weights_on_model_save: true", "error"),
+        (2, "steps_per_print: 100", "note"),
+        (2, "gradient_clip: 1", "error"),  # no Trainer has 1 by default here
     ],
 )
 def test_what_accelerate_ignores_is_an_error_only_where_the_run_is_another(

@@ -64,6 +64,9 @@ _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^
 _MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
+# A variable that holds a program alone, or has it for a default, and the use of one.
+_PROGRAM = re.compile(r"(?m)^[ \t]*(\w+)=\W{0,4}(?:\w+:-)?(?:[\w./-]*/)?(swift|deepspeed|trl|axolotl)\W{0,3}$")
+_USED = re.compile(r"(\"?)\$\{?(\w+)(?:\[[@*]\])?\}?\1(?=[ \t])")
 MAX_LINES = 200  # of a command
 # A command's lines, and those that a comment, or a backslash that is missing, has cut off.
 _AND_LOST = re.compile(r"[^\n]*(?:(?<=\\)\n[^\n]*|\n[ \t]*(?:\#|--\w)[^\n]*)*")
@@ -200,6 +203,9 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
             at = text.find(word)
         return first_line + text.count("\n", 0, at)
 
+    held = {found[1]: found[2] for found in _PROGRAM.finditer(text)}  # each in the variable's place, as many letters
+    for use in [each for each in _USED.finditer(text) if len(held.get(each[2], each[0])) < len(each[0])]:
+        text = text[: use.start()] + held[use[2]].rjust(len(use[0])) + text[use.end() :]
     set_once: Mapping[str, str | None] | None = None
     options = set(_SET_TO_OPTION.findall(text))  # which are words in one branch, and nothing in another
     for start, end in commands:

@@ -26,6 +26,7 @@ STEPS = "scheduler.params.total_num_steps"
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OF_AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
 FIRST_SCHEDULES = "0.1.0"  # no version of DeepSpeed had parameters that its schedules lack now
+PREPARED = re.compile(r"accelerator\.prepare\(([^()]*)\)")  # of a loop, which may have others for DeepSpeed
 UNSAID = ("none", "false", "auto")  # what says as much as no key
 
 
@@ -170,19 +171,29 @@ def unknown_parameter(doc: Document) -> Iterator[Match]:
                 yield Match(f"{block}.type", message, '`"auto"` with the Trainer, or a number')
 
 
-@rule(WARNING, DEEPSPEED, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
+@rule(WARNING, DEEPSPEED, *SCRIPTS, library="transformers", fix="no block: the Trainer's `optim` and scheduler")
 def optimizer_of_json(doc: Document) -> Iterator[Match]:
-    """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored."""
+    """The block takes precedence over the Trainer's `optim` or `lr_scheduler_type`, which are silently ignored. Beside
+    those of a loop accelerate raises."""
+    for call in doc.script.launches:
+        told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
+        file = find_named(re.sub(r"^\$\{?\w+\}?/", "", call.options.get("deepspeed-config-file") or ""), doc.path)
+        json = told.deepspeed_json if told and told.deepspeed_json else document.load_document(file) if file else None
+        source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
+        prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
+        twice = [each for each in ("optimizer", "scheduler") if json and json.has(each) and each[:5] in prepared]
+        for block in twice:
+            message = f"{call.script} gives prepare() its own beside that of the JSON: accelerate raises"
+            yield Match(block, message, "one of the two", line=call.line, level=ERROR, library="accelerate")
     for block, field in {"optimizer": "optim", "scheduler": "lr_scheduler_type"}.items():
         if doc.block(block) and not is_without_trainer(doc):
             named, reader = shorten(doc.get(f"{block}.type")), trainer_of(doc)
             here = str(reader.get(field, "")) if reader is not None else ""
-            is_same = here.startswith(SAME_AS.get(named, "\0"))
+            is_same = not here or here.startswith(SAME_AS.get(named, "\0"))
             message = f"{named} replaces the Trainer's {field}" + (f", {shorten(here)}" if here else "")
             # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
-            level = None if here and not is_same else NOTE
-            yield Match(block, message, f"remove it{both}, and set `{field}`", level=level)
+            yield Match(block, message, f"remove it{both}, and set `{field}`", level=NOTE if is_same else None)
     reader = trainer_of(doc)
     level = ERROR if reader and reader.has("learning_rate") else None if reader else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):

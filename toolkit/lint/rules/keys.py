@@ -13,6 +13,8 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, OUR_PROGRAMS, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, occurs, parses_own
+from toolkit.lint.rules import settings
+from toolkit.lint.rules.deepspeed import DEFAULTS, OWNED_BY_TRAINER
 from toolkit.lint.rules.programs import glued_number, is_trls_own
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, fsdp_setting, shorten, stage_of
 from toolkit.lint.rules.values import LOOSE_BLOCKS, PREFIXES, READ_SINCE, has_wrong_type
@@ -36,6 +38,7 @@ PASSES_ALL = re.compile(r"(?:Arguments|Config)\(\s*\*\*")
 PARSED = re.compile(r"\.parse_args_(?:into_dataclasses|and_config)\(([^()]*)\)")
 RETURNS_OTHERS = re.compile(r"return_remaining_strings\s*=\s*True")
 RECOMPUTES = re.compile(r"gradient_checkpointing(?:\s*=\s*True|_enable\()")
+A_TRAINER = re.compile(r"\b[A-Z]\w*Trainer\(")
 COMPUTES_IN = re.compile(r"Accelerator\([^()]*mixed_precision\s*=")
 COMMENT_PREFIXES = ("_", "//", "#", "$", "comment", "description")
 IGNORED_SINCE = {"fsdp_backward_prefetch_policy": "1.0.0"}  # by accelerate, which took it for the other name before
@@ -167,6 +170,9 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     """Give a key that nothing reads its level: a note where the value holds anyway, a warning where no library knows
     the name, and what it asks for."""
+    meant = found.rename or found.fix.strip("`")
+    if found.level is None and _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
+        return replace(found, level=NOTE)
     if name.removeprefix("fsdp_").startswith("transformer_") and "cls" in name:  # without it the model's own classes
         return replace(found, level=found.level or WARNING)
     if found.rename is not None or found.level is not None:
@@ -185,15 +191,23 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     is_overlapped = name == "overlap_comm" and value is True and stage_of(doc) == 3  # which turns it on
     is_one = name.endswith("parallel_size") and as_int(value) in (1, as_int(doc.get("num_processes")))
     recomputes = name == "gradient_checkpointing" and occurs(RECOMPUTES, doc.reader_source)
-    is_printed = name in ("steps_per_print", "wall_clock_breakdown")
-    is_unread = is_printed or (name == "thread_count" and "nvme" not in doc.text)  # the whole block
+    is_unread = name == "thread_count" and "nvme" not in doc.text  # the whole block
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
-    holds |= str(value).lower() in ("auto", "false", "none")
+    holds |= str(value).lower() in ("auto", "false", "none") or name in LINT_TABLES["only_logs"]
+    holds |= doc.block("zero_optimization").get(name) == value  # where it is read
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 
+def _is_chosen_anyway(doc: Document, name: str, value: Any) -> bool:
+    """Return True for what a Trainer's argument, or its default, says."""
+    field, reader, source = OWNED_BY_TRAINER.get(name), settings.trainer_of(doc), doc.reader_source
+    is_known = field and (reader is not None or (occurs(A_TRAINER, source) and field not in source))
+    said = (reader or doc).get(field, DEFAULTS.get(name)) if is_known else None
+    return as_float(value) is not None and as_float(value) == as_float(said) and not settings.is_without_trainer(doc)
+
+
 def _is_said_by_yaml(doc: Document, name: str, value: Any) -> bool:
-    """Return True for a block of DeepSpeed's JSON that says what accelerate's own keys, or the script, say."""
+    """Return True for a key of DeepSpeed's JSON that says what accelerate's own keys, or the script, say."""
     inner = value if isinstance(value, dict) else {}
     if name == "stage3_gather_16bit_weights_on_model_save":
         return as_bool(value) is as_bool(doc.get("deepspeed_config.zero3_save_16bit_model"))

@@ -362,9 +362,10 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
     script = doc.script
     own = {script.line_at(start) for start, _ in script.commands if script.text[start : start + 1] == "#"}
+    entered = "|".join(["SLURM_SUBMIT_DIR", *re.findall(r"(?m)^[ \t]*cd[ \t]+\W*(\w+)", script.text)])
     for name, (value, line) in script.directives.items():  # of this job, and not of one that a here-document writes
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") and line in own else ""
-        makes = rf"(?m)\bmkdir\b.*[ \"']\.?/?{re.escape(folder)}(?:[\s\"';&]|/?$)"
+        makes = rf"(?m)\bmkdir\b.*[ \"'](?:\./?|/|\$\{{?(?:{entered})\}}?/)?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and "%" not in folder and doc.script.mentions(makes)
         if not made or any((each / folder).is_dir() for each in places):
             continue

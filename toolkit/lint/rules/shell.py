@@ -32,6 +32,7 @@ BLANK_ASSIGNED = re.compile(
 ASSIGNED = re.compile(
     rf"^[ \t]*((?:[A-Z_][A-Z0-9_]*={_VALUE}(?:[ \t;]|\\\n)*)+)(?:(?:#.*)?$|(?<=;)|(?<=;[ ]))", re.MULTILINE
 )
+AS_UNSET = re.compile(r"WANDB_MODE=\W?online\b|(?:\w+_OFFLINE|NCCL_\w+_DISABLE|WANDB_DISABLED)=\W?(?:0|false)\b", re.I)
 READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+))=", re.M)
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
@@ -171,8 +172,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
             # vLLM's sleep mode refuses expandable segments: the job may run because nothing reads the variable.
             of_vllm = name.endswith("ALLOC_CONF") and "vllm" in f"{script.text}{doc.reader_source}".lower()
             fix = f"{fix}, if vLLM does not sleep; or remove it" if of_vllm else fix
-            is_default = re.match(r"WANDB_MODE=[\"']?online\b", found[1][place.start() :])
-            level = NOTE if of_slurm or of_vllm or is_default else None
+            level = NOTE if of_slurm or of_vllm or AS_UNSET.match(found[1], place.start()) else None
             message = f"{name} is assigned, and not exported: it has no effect unless the environment has it already"
             yield Match(name, message, fix, line=script.line_at(at), level=level)
 

@@ -51,7 +51,8 @@ def shell_slip(doc: Document) -> Iterator[Match]:
             else:
                 is_read = not (in_comment(script.text, at) or in_spans(at, spans))
             if is_read:
-                yield Match(found[last], each["message"], each["fix"], line=script.line_at(at), level=each.get("level"))
+                more = {"level": each.get("level"), "library": each.get("library")}
+                yield Match(found[last], each["message"], each["fix"], line=script.line_at(at), **more)
     if script.calls:
         yield from (*_unparsed(doc), *_quoted_variables(script), *_unset_variables(doc))
 
