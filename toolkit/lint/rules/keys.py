@@ -168,19 +168,18 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
 
 
 def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
-    """Give a key that nothing reads its level: a note where the value holds anyway, a warning where no library knows
-    the name, and what it asks for."""
+    """Give a key that nothing reads its level: a note where the value holds anyway, an error where another problem is
+    trained than it asks for, and a warning where it may cost memory or time, or no library knows the name."""
     meant = found.rename or found.fix.strip("`")
     if found.level is None and _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
         return replace(found, level=NOTE)
     if name.removeprefix("fsdp_").startswith("transformer_") and "cls" in name:  # without it the model's own classes
         return replace(found, level=found.level or WARNING)
-    if found.rename is not None or found.level is not None:
+    if found.level is not None:
         return found
     if _holds_anyway(doc, name, value):
-        return replace(found, level=NOTE, fix="remove it")
-    is_known = found.fix != "remove it" or _is_deepspeeds(name)
-    return found if is_known else replace(found, level=WARNING)
+        return replace(found, level=NOTE, fix="remove it" if found.rename is None else found.fix)
+    return found if {name, meant} & {*LINT_TABLES["decides_training"]} else replace(found, level=WARNING)
 
 
 def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
