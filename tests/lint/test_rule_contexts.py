@@ -155,6 +155,8 @@ def test_a_project_without_a_version_is_told_from_which_one_on_an_argument_is_re
         ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "\n  R=\\"\n  --nnodes=\\$N \\\n  \\"\n'
                              '  torchrun \\${R} x.py\n"\n'}),
         ("each-node-alone", {"a.sbatch": '#SBATCH --nodes=4\nsrun bash -c "torchrun \\${RUN_ARGS} x.py"\n'}),
+        ("head-is-localhost", {"a.sbatch": f"{TWO_NODES}N=${{SLURM_JOB_NODELIST:-localhost}}\n"
+                               f"srun torchrun --nnodes 2 {C10D} x.py\n"}),
         ("head-is-localhost", {"a.sh": "torchrun --nnodes 2 --node_rank 0 --master_addr localhost x.py &\n"
                                "torchrun --nnodes 2 --node_rank 1 --master_addr localhost x.py\n"}),
         ("head-is-localhost", {"a.sh": "if $ONE; then\n  A=localhost\n  N=1\nelse\n  N=2\nfi\n"

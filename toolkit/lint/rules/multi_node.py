@@ -75,7 +75,8 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
     """Where the head's address is local or unknown, each node waits or trains alone."""
     of_branch = doc.script.mentions(rf"^[ \t]+(?:export[ \t]+)?\w+=[\"']?(?:{LOCAL})\b")
     of_branch = of_branch and doc.script.mentions("^el|;;")
-    pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|:-[\"']?({LOCAL})[\"']?\}}"
+    # not behind a variable that SLURM sets in every job of several nodes
+    pattern = rf"\|\|\s*echo\s+[\"']?({LOCAL})|(?<!SLURM_JOB_NODELIST)(?<!SLURM_NODELIST):-[\"']?({LOCAL})[\"']?\}}"
     address = str(doc.get("main_process_ip"))
     if (as_int(doc.get("num_machines")) or 1) > 1 and THIS_NODE.fullmatch(address):
         level = NOTE if doc.get("machine_rank") == 0 else None  # of the head itself, where each node has its file
