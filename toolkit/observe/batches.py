@@ -93,7 +93,8 @@ def label_shift_of(model: Any) -> int | None:
 
 def labels_padding(inputs: Any) -> bool:
     """Return True if a batch has labels where its `attention_mask` hides a token, which a model's own loss counts."""
-    labels, mask = (dict(named_tensors(inputs)).get(name) for name in ("labels", "attention_mask"))
+    tensors = dict(named_tensors(inputs))
+    labels, mask = tensors.get("labels"), tensors.get("attention_mask")
     if labels is None or mask is None or labels.shape != mask.shape or labels.dim() != 2:
         return False
     return not labels.is_floating_point() and bool(((labels != IGNORED) & (mask == 0)).any())

@@ -160,23 +160,19 @@ def unknown_nested_key(doc: Document) -> Iterator[Match]:
             if not {name, full} & {*known, *ACCELERATE_BLOCKS[""]}:  # the latter are copied, as they are
                 found = _unknown(doc, block, name, known, f"in {block} has no effect: accelerate ignores it silently")
                 since = IGNORED_SINCE.get(name)
-                is_open = since is not None and doc.may_be_older("accelerate", since)
                 if since and as_int(fsdp_setting(doc, "version")) == 2:  # which has no such setting by any name
                     found = replace(found, fix="remove it", rename=None, remove=True)
-                found = _at_level(doc, replace(found, since=since), name, value)
-                yield replace(found, level=WARNING) if is_open and found.level is None else found
+                yield _at_level(doc, replace(found, since=since), name, value)
 
 
 def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     """Give a key that nothing reads its level: a note where the value holds anyway, an error where another problem is
     trained than it asks for, and a warning where it may cost memory or time, or no library knows the name."""
-    meant = found.rename or found.fix.strip("`")
-    if found.level is None and _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
-        return replace(found, level=NOTE)
-    if name.removeprefix("fsdp_").startswith("transformer_") and "cls" in name:  # without it the model's own classes
-        return replace(found, level=found.level or WARNING)
     if found.level is not None:
         return found
+    meant = found.rename or found.fix.strip("`")
+    if _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
+        return replace(found, level=NOTE)
     if _holds_anyway(doc, name, value):
         return replace(found, level=NOTE, fix="remove it" if found.rename is None else found.fix)
     return found if {name, meant} & {*LINT_TABLES["decides_training"]} else replace(found, level=WARNING)
