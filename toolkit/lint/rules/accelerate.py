@@ -40,7 +40,7 @@ def starts_one_process(doc: Document) -> Iterator[Match]:
 def unquoted_no(doc: Document) -> Iterator[Match]:
     """YAML reads an unquoted `no` as false, which this key does not accept: accelerate and transformers raise."""
     for key in KEYS_WITH_NO[doc.kind or ACCELERATE]:
-        # With quotes too.
+        # of another rule, which has it with quotes too
         is_refused = key == "mixed_precision" and settings.is_deepspeed(doc) and settings.names_json(doc)
         if doc.get(key) is False and not is_refused:
             yield Match(key, f"{key} is false, not the word no", f'`{key}: "no"`', value="no")

@@ -18,9 +18,8 @@ from toolkit.presets.method_rules import rejects_save_only_model, survives_offlo
 # Values that no key of the file has by itself.
 DPO_KEYS = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "f_divergence_type")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-WINS = re.compile(
-    r"max_steps\b[^\n]*\n?[^\n]*#[^\n]*(?:overrid|epochs?\b|-1\b)", re.IGNORECASE
-)  # a comment of the author
+# A comment of the author.
+WINS = re.compile(r"max_steps\b[^\n]*\n?[^\n]*#[^\n]*(?:overrid|epochs?\b|-1\b)", re.IGNORECASE)
 DEGREES = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
 OF_SETTINGS = (
     *("is_without_rank", "is_ranked", "undefined_dataset", "uses_fsdp", "is_run_by_fsdp", "is_deepspeed", "is_preset"),

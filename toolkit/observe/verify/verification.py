@@ -132,8 +132,8 @@ class Verification:
 
     def before_loss(self, inputs: Any) -> None:
         """Verify the documents of the first batch, unless its step is timed, or ranks share its rows. Collective."""
-        # a script's hooks may give what autograd has saved only once
-        self.reads_saved = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        if self.scale_warning is None:  # a script's hooks may give what autograd has saved only once
+            self.reads_saved = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         if self.reading is None and self.parts.expected.of_script:
             encodes = getattr(getattr(self.plain, "config", None), "is_encoder_decoder", False)  # other tokens' labels
             self.labels_padding |= not encodes and labels_padding(inputs)
