@@ -111,7 +111,7 @@ def _fsdp1_strategy(value: object) -> str:
     return names.get(as_enum(value), as_enum(value).lstrip("_"))
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
+@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
 def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
     """Under FSDP1 the launcher's `fsdp_sharding_strategy` (FULL_SHARD by default) wins over
     `fsdp_reshard_after_forward`.
@@ -130,7 +130,7 @@ def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
         yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
 
 
-@rule(ERROR, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="fsdp_reshard_after_forward: false")
+@rule(WARNING, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="fsdp_reshard_after_forward: false")
 def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
     """FSDP2 does not read `fsdp_sharding_strategy` from the launcher: `fsdp_reshard_after_forward` decides, by default
     full shard."""

@@ -134,7 +134,8 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         is_off |= doc.get(key) in ("none", ["none"]) and not doc.get("wandb_project")
         if program == "axolotl" and key.startswith("bnb_") and doc.get("adapter") != "qlora":
             is_off, fix = True, "remove it: axolotl reads such settings with `adapter: qlora` alone"
-        if program == "axolotl" and (is_off or key.startswith(OF_REPORTS)):
+        trains_other = key in schema.renamed or schema.similar(key) in schema.renamed.values()
+        if program == "axolotl" and (is_off or key.startswith(OF_REPORTS) or not trains_other):
             level = NOTE if is_off or level == NOTE else WARNING  # dropped, and off, empty or what holds anyway
         if key in own:
             message, level, fix = f"{message}; your code reads it", NOTE, f"{fix}, unless it reads this file"
