@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -128,7 +129,7 @@ def _run_command(argv: list[str]) -> int | None:
     try:
         code: int | None = program(*argv[:1])(args=expand_words(argv), prog_name="toolkit", standalone_mode=False)
     except UsageError as error:
-        if refusal := _usage_error(error):
+        if refusal := _usage_error(error, argv):
             raise refusal from None
         return EXIT_INVALID_INPUT
     except typer.Abort:
@@ -138,7 +139,7 @@ def _run_command(argv: list[str]) -> int | None:
     return code
 
 
-def _usage_error(error: Any) -> ToolkitError | None:
+def _usage_error(error: Any, argv: Sequence[str]) -> ToolkitError | None:
     """Return what Typer refuses like every other invalid input; `toolkit` alone just shows its help."""
     from toolkit.files.documents import read_table
     from toolkit.job.argument_aliases import ALIASES
@@ -160,9 +161,20 @@ def _usage_error(error: Any) -> ToolkitError | None:
     guesses = [each for each in words if each.split(" ")[0] in takes]
     unknown = re.fullmatch(r"No such command '(\w+)'.*", message)
     if kind == "NoSuchOption" and guesses:
-        message, hint = error.message, f"it is `{guesses[0]}`"
+        message, hint = error.message, f"it is `{_with_value_of(guesses[0], option, argv)}`"
     elif kind == "NoSuchOption" and "training_arguments" in takes and (option in ALIASES or option in argument_types()):
         message, hint = error.message, f"training arguments go after `--`: `{command} ... -- --{option} ...`"
     elif unknown and unknown[1] in table["commands"] and command == "toolkit":
         hint = f"it is `{table['commands'][unknown[1]]}`"
     return ToolkitError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint=hint)
+
+
+def _with_value_of(guess: str, option: str, argv: Sequence[str]) -> str:
+    """Return an option and its example with the value that the command gives in place of the example."""
+    name, *examples = guess.split(" ")
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        given, _, value = word.partition("=")
+        if given.lstrip("-").replace("-", "_") == option and len(examples) == 1:
+            value = value or following
+            return f"{name} {value}" if value[:1].isalnum() else guess
+    return guess
