@@ -14,7 +14,7 @@ from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file, coun
 from toolkit.errors import ToolkitError
 from toolkit.models import read_model as reading
 from toolkit.models.decoders import types_with_formulas
-from toolkit.models.read_model import cached_count, count_shape, read_model
+from toolkit.models.read_model import cached_count, config_path, count_shape, read_model
 from toolkit.models.shape import ModelShape
 
 
@@ -92,7 +92,7 @@ def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any
     ("model", "said"),
     [
         ("no/such/folder", "no such file or folder"),
-        ("/data/models/Meta-Llama-3.2-1B", r"did you mean `meta-llama/Llama-3\.2-1B`"),  # a folder of another machine
+        ("/data/models/Llama-3.2-1B-medical", r"plan its base, maybe `meta-llama/Llama-3\.2-1B`"),  # of another node
         (str(Path(__file__).parent), r"has no config\.json"),
         (__file__, "line 1: not JSON"),
         ("someone/model", "the hub cannot be reached"),
@@ -102,6 +102,14 @@ def test_a_configuration_without_sense_is_refused_by_field(fields: dict[str, Any
 def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str) -> None:
     with pytest.raises(ToolkitError, match=said):
         read_model(model)
+
+
+def test_a_folder_of_another_node_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "/scratch/models/Meta-Llama-3.2-1B-Instruct"
+    assert read_model(model).num_layers == 16
+    assert f"{model} is not here, and is planned by its name, with the configuration" in capsys.readouterr().err
+    with pytest.raises(ToolkitError, match="no such file or folder"):
+        config_path(model, known=False)  # to train it
 
 
 VALUES = {"model_type": "cohere", "hidden_size": 8}

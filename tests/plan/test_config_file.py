@@ -221,7 +221,9 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
          {"loss": "fused"}),
         ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true\n", {"loss": "full"}),
         ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\n"
-         "liger_fused_linear_cross_entropy: true\n", {"loss": "fused"}),
+         "liger_fused_linear_cross_entropy: true\n", {"loss": "fused", "use_liger_kernel": False}),
+        ("a.yaml", f"{AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rms_norm: true\n"
+         "liger_glu_activation: true\n", {"loss": "full", "use_liger_kernel": True}),
         ("a.yaml", f"{AXOLOTL}chunked_cross_entropy: true\n", {"loss": "chunked"}),
         ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: ao_adamw_8bit\n", {"optim": "adamw_torch_8bit"}),
         ("t.sh", TRL.replace("max_length", "max_seq_length"), {"max_seq_length": 512, "loss": "full"}),
@@ -388,14 +390,14 @@ def test_the_model_of_the_command_line_is_enough(tmp_path: Path) -> None:
     assert configured_plan(tmp_path / "sft.sh", "MODEL", PlanOptions(), given=[]).model == "MODEL"
 
 
-def test_a_model_of_another_machine_is_answered_with_the_command_for_one_that_is_known(
+def test_a_model_that_nobody_knows_is_answered_with_the_command_for_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "axolotl.yaml"
-    file.write_text(AXOLOTL.replace("MODEL", "/data/Qwen3-8B"))
+    file.write_text(AXOLOTL.replace("MODEL", "/data/Qwen3-8B-medical"))
     code, _, refused = run_command(["plan", "--config", str(file), "--gpu", "h100", "--num-processes", "8"], capsys)
     assert code == 2
-    assert "did you mean `Qwen/Qwen3-8B`? Or a hub id" in refused
+    assert "maybe `Qwen/Qwen3-8B`? Or a hub id" in refused
     assert f"`toolkit plan MODEL --config {file}` plans another model" in refused
 
 

@@ -247,8 +247,11 @@ def test_kto_needs_two_rows_and_generations_need_whole_groups() -> None:
         check_method(Method(method="kto"), rows=1, row_tokens=64, lora=False)
     assert refused.value.hint == "`--per-device-train-batch-size 2`"
     with pytest.raises(ToolkitError) as refused:
-        check_generations(Method(method="grpo"), 12)
+        check_generations(Method(method="grpo"), 12, num_processes=1)
     assert refused.value.hint == "`--num-generations 6`"
+    with pytest.raises(ToolkitError) as refused:
+        check_generations(Method(method="grpo", num_generations=7), 64, num_processes=8)
+    assert "or `--num-processes 7` where vLLM has a GPU of its own" in str(refused.value.hint)
 
 
 def test_every_preset_of_data_parallelism_is_planned() -> None:

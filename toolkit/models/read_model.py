@@ -329,8 +329,10 @@ def config_path(model: str, *, known: bool = True) -> Path:
         return path / CONFIG
     if path.exists():
         return path
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json"):
-        of_other = f"{guess}? Or " if (guess := _guess(path.name)) else ""  # a folder of the machine that trains
+    is_path = model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json")
+    twin = same_shape(path.name if is_path else name) if known else None  # of a folder: of the node that trains
+    if is_path and twin is None:
+        of_other = f"{guess}? Or " if (guess := _guess(path.name)) else ""
         hint = f"{of_other}a hub id, a folder with {CONFIG}, or a {CONFIG}"
         raise ToolkitError(f"no such file or folder: {model}", hint=hint)
     if known and name in known_models():
@@ -339,9 +341,10 @@ def config_path(model: str, *, known: bool = True) -> Path:
                 f"{model}: planned as a language model, with head and logits; a loss of embeddings is not planned"
             )
         return known_models()[name]
-    if known and (twin := same_shape(name)):
+    if twin is not None:
         in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
-        _say_once(f"{model}: planned with the configuration of {twin}{in_4bit}")
+        by_name = " is not here, and is planned by its name," if is_path else ": planned"
+        _say_once(f"{model}{by_name} with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
     try:
         from toolkit.models.hub import download_config  # with http.client and ssl

@@ -32,7 +32,7 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
-CHOSEN = ("accumulate", "activation_checkpointing", "loss")  # by `PlannedJob.of`, from several arguments
+CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`, from several arguments
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
 SWIFT = "ms-swift"
@@ -397,10 +397,12 @@ def _not_planned(source: _Source, job: Job) -> Iterator[tuple[str, str | None, s
     for name in ("train_only", "freeze"):
         if job.value(name):
             yield name, "method", "all weights are planned as trained"
-    with_options = ("optim", "padding_free", "per_device_eval_batch_size")
+    used = ["optim", "padding_free", "per_device_eval_batch_size"]
+    used += ["liger_kernel_config"] if PlannedJob.of(job).use_liger_kernel else []
     for name, value in job.given_values.items():
-        if value not in (None, False) and name not in with_options and _is_listed(name):
-            yield from ((key, None, "") for key in [key for key, ours in converted.items() if ours == name] or [name])
+        if value not in (None, False) and name not in used and _is_listed(name):
+            keys = [key for key, ours in converted.items() if ours == name] or [name]
+            yield from ((key, None, "") for key in keys if "fused_linear" not in key)  # which `_loss` reads
     precision = _precision(source, job)
     if precision is not None:
         yield precision[0], "preset" if precision[2] else None, precision[1]

@@ -220,7 +220,7 @@ def _check_vllm(method: Method) -> None:
         )
 
 
-def check_generations(method: Method, completions: int) -> None:
+def check_generations(method: Method, completions: int, *, num_processes: int) -> None:
     """Raise ToolkitError where `completions`, those of one step on all GPUs, are not whole groups of one prompt."""
     group = method.num_generations or method.spec.num_generations
     if group < 0 or group == 1:
@@ -229,6 +229,8 @@ def check_generations(method: Method, completions: int) -> None:
         divisors = [size for size in range(2, completions + 1) if completions % size == 0]
         nearest = min(divisors, key=lambda size: abs(size - group), default=None)
         hint = "use a larger batch" if nearest is None else f"`--num-generations {nearest}`"
+        if num_processes > 1 and completions // num_processes * (num_processes - 1) % group == 0:
+            hint += f", or `--num-processes {num_processes - 1}` where vLLM has a GPU of its own"
         raise ToolkitError(
             f"{completions} completions per step are not divisible by --num-generations {group}", hint=hint
         )

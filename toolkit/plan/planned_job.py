@@ -91,11 +91,12 @@ class PlannedJob(Job):
         """Return the planner's view of a job. Raises ToolkitError for an optimizer that is not planned."""
         check_supported(None, Job(optim=job.optim), purpose="plan")
         loss = "fused" if job.use_liger_kernel else "chunked"
+        kernels = {"rms_norm": True, "swiglu": True, "geglu": True, **(job.liger_kernel_config or {})}
         return cls(
             **{name: getattr(job, name) for name in PLANNED_ARGUMENTS},
             accumulate=job.chosen_accumulate,
             activation_checkpointing=job.uses_activation_checkpointing,
-            use_liger_kernel=job.use_liger_kernel and not job.liger_kernel_config,  # a choice of them is not planned
+            use_liger_kernel=job.use_liger_kernel and kernels["rms_norm"] and (kernels["swiglu"] or kernels["geglu"]),
             loss=loss if job.loss == "auto" else job.loss,
             optim_args=job.optim_args,
             other={name: value for name, value in job.other.items() if name == "optim_target_modules"},

@@ -176,7 +176,7 @@ def check_request(request: PlanRequest) -> None:
     check_planned_job(request.job, request.shape)
     for world_size in request.world_sizes:
         check_world_size(world_size)
-        check_generations(request.job.method, _global_batch_size(request, world_size))
+        check_generations(request.job.method, _global_batch_size(request, world_size), num_processes=world_size)
         Interconnect(gpu=request.gpu, world_size=world_size, gpus_per_node=request.job.gpus_per_node)
 
 

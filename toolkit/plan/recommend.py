@@ -88,7 +88,7 @@ def recommend_request(model: str, options: RecommendOptions) -> RecommendRequest
     if options.global_batch_size is not None:
         check_size("--global-batch-size", options.global_batch_size, LARGEST_GLOBAL_BATCH)
     global_batch_size = options.global_batch_size or default_global_batch(job.method, world_size)
-    check_generations(job.method, global_batch_size)
+    check_generations(job.method, global_batch_size, num_processes=world_size)
     return RecommendRequest(
         shape=shape,
         gpu=gpu,
