@@ -105,7 +105,7 @@ def test_a_model_that_is_not_there_names_the_folder_way(model: str, said: str) -
 
 
 def test_a_folder_of_another_node_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    model = "/scratch/models/Meta-Llama-3.2-1B-Instruct"
+    model = "/scratch/modelscope/LLM-Research/Meta-Llama-3___2-1B-Instruct"
     assert read_model(model).num_layers == 16
     assert f"{model} is not here, and is planned by its name, with the configuration" in capsys.readouterr().err
     with pytest.raises(ToolkitError, match="no such file or folder"):

@@ -56,6 +56,7 @@ def planned(folder: Path, name: str, text: str, *given: str, **options: object) 
     [
         ("axolotl.yaml", AXOLOTL, ("zero3",), 8, True, "full"),
         ("factory.yaml", LLAMA_FACTORY, ("ddp",), 8, True, "fused"),
+        ("factory.yaml", LLAMA_FACTORY.replace("dataset: identity", "train_file: a"), ("ddp",), 8, True, "fused"),
         ("trl.sh", TRL, ("zero2",), None, True, "chunked"),
         ("ours.yaml", OURS, (), 8, False, "chunked"),
     ],
@@ -420,6 +421,8 @@ def test_a_file_is_planned_like_the_same_flags(tmp_path: Path, capsys: pytest.Ca
     ("name", "text", "message"),
     [
         ("ours.yaml", "max_seq_length: 512\n", "names no model"),
+        ("trl.yaml", "model_name_or_path: null\ndataset_name: a/b\nuse_peft: true\nmax_length: 9\n", "names no model"),
+        ("l.yaml", LLAMA_FACTORY.partition("dataset")[0], "names no dataset to train on: it is for inference"),
         ("rl.yaml", AXOLOTL + "rl: ebft\n", "trains with 'ebft', which is not planned"),
         ("preset.yaml", "distributed_type: FSDP\n", "is not recognised"),
         ("ours.yaml", OURS + "max_seq_lenght: 5\n", "max_seq_lenght"),

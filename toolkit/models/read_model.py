@@ -330,7 +330,8 @@ def config_path(model: str, *, known: bool = True) -> Path:
     if path.exists():
         return path
     is_path = model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json")
-    twin = same_shape(path.name if is_path else name) if known else None  # of a folder: of the node that trains
+    folder = path.name.replace("___", ".")  # of the node that trains, as ModelScope's cache writes names
+    twin = same_shape(folder if is_path else name) if known else None
     if is_path and twin is None:
         of_other = f"{guess}? Or " if (guess := _guess(path.name)) else ""
         hint = f"{of_other}a hub id, a folder with {CONFIG}, or a {CONFIG}"

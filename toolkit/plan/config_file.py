@@ -32,7 +32,12 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
-CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`, from several arguments
+CHOSEN = (
+    "accumulate",
+    "activation_checkpointing",
+    "loss",
+    "use_liger_kernel",
+)  # by `PlannedJob.of`, from several arguments
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
 SWIFT = "ms-swift"
@@ -46,6 +51,7 @@ METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "
 METHOD_WORDS = {"ipo": "dpo", "rm": "reward", "True": "reward", "pt": SFT}
 MOST_MISSPELT = 2  # settings of a file that we do not have, above which it is not ours
 MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
+OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "do_train")
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
@@ -168,8 +174,12 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     # What the command line says is not read: a method or a file that is not planned may be named there.
     for name in set(given) - {"lora_r"}:
         left = {key: value for key, value in left.items() if _option(key) != name}
-    if model is not None and not left.keys() & {"model", "base_model", "model_name_or_path"}:
+    if not any(left.get(name) for name in ("model", "base_model", "model_name_or_path")):
+        if model is None:
+            raise _no_model(file)
         left["base_model" if program == "axolotl" else "model_name_or_path"] = model
+    if program == "llama-factory" and not left.keys().isdisjoint(OF_TRAINING):
+        left.setdefault("dataset", "unnamed")  # a plan needs none
     left = {key: value for key, value in left.items() if not key.startswith("torch_compile")}  # which may be refused
     refused = load_dialect(program).refused
     for what in (what for key, what in refused.items() if left.get(key) and ON_IMAGES not in what):
