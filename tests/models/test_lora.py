@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import saved_storages
 from model_configs import EXPERTS, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -80,19 +81,8 @@ def _kept(tokens: int = 64, **fields: Any) -> tuple[int, int]:
 
 def saved_bytes(model: torch.nn.Module, tokens: int, *, autocast: bool = False) -> int:
     """Return the bytes that a forward pass saves beside parameters, each storage once."""
-    weights = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-    alive = []  # the address of a freed storage would be used again
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     rows = torch.arange(tokens).reshape(2, -1)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with saved_storages(model.parameters()) as kept, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         model(input_ids=rows, labels=rows)
     return sum(kept.values())
 
