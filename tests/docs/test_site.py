@@ -79,17 +79,6 @@ def test_a_findings_address_is_a_heading_of_the_reference(site: Path) -> None:
     assert [rule.name for rule in RULES if f'<h3 id="{rule.name}"' not in page] == []
 
 
-def test_a_page_without_a_result_is_not_shown(site: Path) -> None:
-    assert "Mutated files" not in html(site, "evidence/trust.html")
-
-
-def test_every_page_has_the_same_scripts(site: Path) -> None:
-    """What they do is shown on the pages that are opened below."""
-    scripts = {page: re.findall(r"<script\b.*?</script>", html(site, page.as_posix()), re.DOTALL) for page in PAGES}
-    places = r'(\.\./)+|(?<=")\.(?=")|(?<=")\.\.(?=")'  # of the site's root, seen from a page
-    assert len({re.sub(places, "", "".join(each)) for each in scripts.values()}) == 1
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("window", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_a_page_opens_without_errors_requests_or_overflow(browser: Browser, site: Path, window: ViewportSize) -> None:
