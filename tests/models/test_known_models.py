@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.documents import read_json, read_json_object
 from toolkit.hardware.gpu_table import custom_gpu
 from toolkit.models import read_model as reading
-from toolkit.models.families import COUNTED, FIELDS, TERMS, family_count
+from toolkit.models.families import COUNTED, TERMS, family_count
 from toolkit.models.read_model import _say_once, bundled_models, config_path, known_models, read_model
 from toolkit.models.shape import ModelShape
 from toolkit.plan.options import PlanOptions
@@ -35,12 +35,6 @@ def test_bundled_models_have_the_exact_number_of_parameters_that_is_published(sh
     """It is in the configuration, as its checkpoint's files have it."""
     published = {name: read_json(known_models()[name])["_num_params"] for name in shapes}
     assert {name: shape.num_params for name, shape in shapes.items()} == published
-
-
-def test_known_models_have_no_files_but_these() -> None:
-    names = {path.name for path in reading.KNOWN.glob("*/*/*")}
-    assert names == {"config.json", COUNTED, FIELDS, TERMS}
-    assert [path for path in reading.KNOWN.glob(f"*/*/{COUNTED}") if not path.with_name(FIELDS).exists()] == []
 
 
 def test_every_known_model_names_its_source(shapes: dict[str, ModelShape]) -> None:
@@ -285,10 +279,6 @@ def test_the_plan_of_an_embedding_model_says_that_it_is_one_of_a_language_model(
     for name in ("Qwen/Qwen3-Embedding-8B", "Qwen3-8B"):
         assert config_path(name).exists()
     assert capsys.readouterr().err.startswith("Qwen/Qwen3-Embedding-8B: planned as a language model")
-
-
-def test_a_known_model_needs_no_owner() -> None:
-    assert config_path("Qwen3-8B") == config_path("Qwen/Qwen3-8B")
 
 
 def test_a_run_is_planned_by_a_count_that_is_there() -> None:
