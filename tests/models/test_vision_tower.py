@@ -28,13 +28,8 @@ TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_atte
 TEXT |= {"head_dim": 16, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}
 SIDES: dict[str, Any] = {"image_size": 224, "patch_size": 14}
 VISION: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-QWEN: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_heads": 4,
-    "out_hidden_size": 64,
-    "patch_size": 14,
-}
+QWEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 64}
+QWEN |= {"patch_size": 14}
 GLM = QWEN | {"image_size": 224, "out_hidden_size": 512}  # its blocks' MLP is as wide as its output
 BY_PATCHES = ("qwen", "glm")  # they take patches and the grid that these are of
 SIGLIP = VISION | SIDES | {"model_type": "siglip_vision_model"}
