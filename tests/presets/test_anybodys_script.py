@@ -11,7 +11,6 @@ from launching import (
     ROOT,
     SCRIPTS,
     accelerate_launch,
-    nightly,
     nightly_launch,
     read,
     torchrun,
@@ -137,20 +136,3 @@ def test_a_trainer_takes_the_json_by_itself_under_torchrun(name: str, tmp_path: 
     assert ended.returncode == 0, ended.stderr[-3000:]
     live = {"ranks": 2, "precision": "bf16", **EXPECTED[name], "clipping": 0.5}
     assert [read(tmp_path / f"rank{rank}.json") for rank in (0, 1)] == [live, live]
-
-
-# What `parallel` lists is the toolkit's: accelerate passes over it, and the file's comment says so.
-ALONE = {"tp": "MULTI_CPU", "ep": "MULTI_CPU", "pipeline_1f1b": "MULTI_CPU", "cp": "FSDP", "ulysses": "DEEPSPEED"}
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("preset", nightly(*ALONE))
-def test_a_script_that_does_not_ask_for_a_degree_divides_rows_only_and_the_file_says_so(
-    preset: str, tmp_path: Path
-) -> None:
-    config, options = YAMLS / f"{preset}.yaml", BF16_OF_A_LOOP if ALONE[preset] == "DEEPSPEED" else ()
-    assert launched(config, "loop", tmp_path, options=options) == ""
-    live = read(tmp_path / "rank0.json")
-    assert (live["ranks"], live["engine"], live["precision"]) == (2, ALONE[preset], "bf16")
-    said = " ".join(line.strip(" #") for line in config.read_text().splitlines() if line.lstrip().startswith("#"))
-    assert "accelerate passes over it" in said
