@@ -2,8 +2,8 @@
 
     python benchmarks/verification.py --work DIR
 
-Each run is the small Llama on CPU ranks, one optimizer step. `tests/support/deviating_runs.py` has the runs, and
-`tests/support/faulty_ranks` changes what trains, from outside. A deviation counts as found only if the run ended with
+Each run is the small Llama on CPU ranks, one optimizer step. `deviating_runs.py` has the runs, and `faults`, by
+`tests/support/faulty_ranks`, changes what trains, from outside. A deviation counts as found only if the run ended with
 the verification's error, and the field is among its differences, with the expected value and the one that was read.
 Finished runs are in DIR/runs.jsonl: the same command resumes.
 """
@@ -23,12 +23,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deviating_runs import GRPO, OURS, Run, deviating_runs, honest_runs
 from record import ROOT, append_line, read_lines, write_result
 from small_job import fork_runs_on_cpus, small_model, words
 
 sys.path.append(str(ROOT / "tests" / "support"))
 
-from deviating_runs import GRPO, OURS, Run, deviating_runs, honest_runs
 from trl_jobs import GENERATES, TRL_ROWS
 
 from toolkit.launch.launch import prepare_run, run_training
@@ -37,6 +37,7 @@ from toolkit.observe.verify.differences import Difference
 from toolkit.record.folder import read_json
 
 FAULTY_RANKS = ROOT / "tests" / "support" / "faulty_ranks"
+FAULTS = ROOT / "benchmarks" / "faults"
 FAULT_VARIABLE = "TOOLKIT_FAULT"
 OTHER_TRAINERS = ROOT / "tests" / "scripts" / "other_trainers.py"
 COPIES = ROOT / "tests" / "scripts" / "apart.py"
@@ -125,7 +126,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=600.0, help="start no run after so many minutes")
     given = parser.parse_args()
-    os.environ |= {"PYTHONPATH": os.pathsep.join([str(FAULTY_RANKS), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, (FAULTY_RANKS, FAULTS, ROOT))), "OMP_NUM_THREADS": "1"}
     fork_runs_on_cpus()
     given.work.mkdir(parents=True, exist_ok=True)
     model, ledger = small_model(given.work / "small-llama"), given.work / "runs.jsonl"

@@ -243,7 +243,7 @@ class LazyRuns(dict[str, Path]):
 def preset_runs(build_once: BuildOnce, tiny_model: Path, faq_alpaca: Path) -> dict[str, Path]:
     """A run folder for each preset that a CPU can run, started by `accelerate launch` on the same job.
 
-    `test_fork_server.py` compares what they are given, and their losses, with what a cold launcher gives.
+    `test_fork_server.py` compares their losses and attestations with those of a cold launcher.
     """
     from launching import launch_preset
 

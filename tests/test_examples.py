@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from launching import PYTHON_PATH, ROOT, cpu_environment, nightly, nightly_launch, read, run_bash, torchrun
 
-from toolkit.data.data_files import check_file
 from toolkit.files.model_weights import read_weights
 from toolkit.hardware.gpu_table import find_gpu
 from toolkit.job.job import Job
@@ -139,24 +138,11 @@ def test_every_file_is_in_the_table_or_named_below_it() -> None:
 # -- linted, planned, dry-run
 
 
-def test_the_data_are_conversations_that_pass_the_checks() -> None:
-    checked = check_file(EXAMPLES / "data.jsonl")
-    assert (checked.complete, checked.rows) == (True, 56)
-
-
 @pytest.mark.parametrize(
     "example", [read_example(path) for path in FILES if path.name not in NOT_PLANNED], ids=lambda example: example.name
 )
 def test_an_example_is_planned_to_fit(example: Example) -> None:
     assert {plan.preset.name: plan.verdict for plan in plans_of(example)} == dict.fromkeys(presets_of(example), "fits")
-
-
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
-def test_a_configuration_says_when_to_use_it_keeps_checkpoints_and_evaluates(path: Path) -> None:
-    assert path.read_text().startswith(f"# {WHEN}")
-    job = Job.from_argv([str(path)])
-    assert (job.save_strategy, job.eval_strategy) == ("steps", "steps")
-    assert job.per_device_eval_batch_size == job.per_device_train_batch_size
 
 
 @pytest.fixture(scope="module")

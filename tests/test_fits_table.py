@@ -1,12 +1,10 @@
 """README's table of what fits: the recommended preset for public models on two kinds of hardware, planned."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 from launching import ROOT
-from reference_blocks import GPU_CHECK, fits_measured, measured_fits
+from reference_blocks import GPU_CHECK, measured_fits
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "gpu"), str(ROOT / "benchmarks")]
 
@@ -31,30 +29,26 @@ def cells_of(found: Candidate | None) -> str:
     return f"`{preset.name}` | {batch} | {memory.planned_peak_bytes / GIB:.0f}{host}"
 
 
-def fits_table(record: Path = GPU_CHECK) -> str:
-    """Return the table, and a sentence on the rows that were measured on a GPU; none without the file of the check."""
+def fits_table() -> str:
+    """Return the table, and a sentence on the rows that were measured on a GPU."""
     titles = " | ".join(f"{hardware} | batch | GiB" for hardware in HARDWARE)
     lines = [f"| model | method | {titles} |", "| :--- | :--- |" + " :--- | :--- | ---: |" * len(HARDWARE)]
     for model, method in rows():
         cells = [cells_of(chosen(model, method, column)) for column in HARDWARE]
         lines.append(f"| {model} | {method} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *measured_note(record)])
+    return "\n".join([*lines, "", measured_note()])
 
 
-def measured_note(record: Path) -> list[str]:
+def measured_note() -> str:
     """Return how far the allocated peaks of the table's jobs were from their plans on a GPU, with the conditions."""
-    peaks = measured_fits(record)
-    if not peaks:
-        return []
-    document = read_document(record)
+    peaks, document = measured_fits(), read_document(GPU_CHECK)
     gpu, torch = document["machine"]["gpus"][0]["name"], document["versions"]["torch"]
     errors = sorted(row["error"] for row in peaks)
-    return [
-        "",
+    return (
         f"{len(peaks)} of these jobs, as they were planned then, were rehearsed on one {gpu} with torch {torch} "
         f"({document['date'][:10]}): the plan of the allocated peak was off by {errors[0]:+.1%} to {errors[-1]:+.1%} "
-        "([figures](docs/evidence/gpu.md#jobs-of-readmes-table)).",
-    ]
+        "([figures](docs/evidence/gpu.md#jobs-of-readmes-table))."
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -78,36 +72,3 @@ def test_a_cell_has_the_bytes_that_plan_says(method: str) -> None:
 def test_what_fits_nowhere_says_so() -> None:
     tiny = {"gpu": "rtx-4090", "num_processes": 1, "host_memory_gib": 16}
     assert cells_of(choice("Qwen3-32B", FULL, tiny)).startswith("does not fit")
-
-
-def made_up_record(folder: Path, errors: dict[str, float]) -> Path:
-    """Figures that nothing measured: 64 GiB, an error for each case, and a row that ran out of memory."""
-    made = [
-        {"case": f"{case}, 8 × H100 80 GB", "quantity": "allocated", "preset": "ddp"}
-        | {"planned": 64 * GIB * (1 + error), "measured": 64 * GIB, "error": error}
-        for case, error in errors.items()
-    ]
-    failed = {"case": "Qwen3-32B full, 8 × H100 80 GB", "quantity": "", "measured": None, "error": None}
-    found = {"schema_version": 1, "date": "2000-01-02T03:04:05", "machine": {"gpus": [{"name": "Made-up GPU"}]}}
-    path = folder / "gpu-check.json"
-    parts = [{"part": "fits", "rows": [*made, failed]}]
-    path.write_text(json.dumps(found | {"versions": {"torch": "1.2.3"}, "parts": parts}))
-    return path
-
-
-def test_the_sentence_on_measured_jobs_has_their_errors_and_conditions(tmp_path: Path) -> None:
-    record = made_up_record(tmp_path, {"Qwen3-8B full": 0.02, "Qwen3-8B LoRA r=16": -0.031})
-    assert measured_note(record)[-1] == (
-        "2 of these jobs, as they were planned then, were rehearsed on one Made-up GPU with torch 1.2.3 (2000-01-02): "
-        "the plan of the allocated peak was off by -3.1% to +2.0% "
-        "([figures](docs/evidence/gpu.md#jobs-of-readmes-table))."
-    )
-
-
-def test_a_measured_peak_stands_beside_the_planned_peak_of_the_same_kind(tmp_path: Path) -> None:
-    record = made_up_record(tmp_path, {"Qwen3-8B full": 0.5})
-    assert fits_measured(record).splitlines()[-1] == "| Qwen3-8B full, 8 × H100 80 GB | `ddp` | 96.0 | 64.0 | +50.0% |"
-
-
-def test_without_a_file_nothing_is_called_measured(tmp_path: Path) -> None:
-    assert measured_note(tmp_path / "gpu-check.json") == []

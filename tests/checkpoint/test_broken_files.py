@@ -234,13 +234,6 @@ def test_what_is_no_checkpoint_folder_is_refused(plain: Path, tmp_path: Path, ca
             parse_size(text)
 
 
-def test_sound_checkpoints_are_verified_exported_and_converted(plain: Path, sharded: Path, tmp_path: Path) -> None:
-    for number, source in enumerate((plain, sharded)):
-        assert exit_code("checkpoint", "verify", source) == 0
-        assert exit_code("checkpoint", "export", source, tmp_path / f"model-{number}") == 0
-        assert exit_code("checkpoint", "verify", tmp_path / f"model-{number}") == 0
-
-
 @pytest.mark.parametrize("engine", ["plain", "sharded"])
 def test_mutated_files_are_accepted_or_refused(
     engine: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: Capsys

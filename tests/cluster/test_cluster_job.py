@@ -38,7 +38,6 @@ PODS, SKY = "kubernetes --preset zero2 --nodes 2", "skypilot --preset zero2 --no
         ("slurm --preset zero2 --nodes 1:3", "numbers of processes that keep it: 1, 2, 3, 4, 6, 12"),
         # comparisons
         (f"{TWO} --nodes 2 --container i -- --max_steps 8", "a comparison starts srun"),
-        ("slurm --preset ddp --preset single --nodes 2 -- --max_steps 8", "preset 'single' trains in one process"),
         ("slurm --preset ddp --preset zero3_nvme_offload --nodes 2 -- --max_steps 8", "checks on one node only"),
         (f"{TWO} --nodes 2 -- --max_steps 8 --save_strategy=no", "--save_strategy is set by"),
         ("ssh --preset ddp --preset zero2 --nodes 1 --host a", "several presets (ddp, zero2) are a comparison"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.formats import FORMATS, Sample, check_row, detect_format, read_columns, to_sample, with_columns
+from toolkit.data.formats import Sample, check_row, detect_format, read_columns, to_sample, with_columns
 from toolkit.errors import ToolkitError
 from toolkit.job.job import Job
 
@@ -20,21 +20,9 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("data_format", FORMATS)
-def test_each_format_is_detected_by_its_fields(data_format: str) -> None:
-    assert detect_format({"id": 7, **ROWS[data_format]}) == data_format
-    check_row(ROWS[data_format], data_format)
-
-
 def test_a_conversation_is_preferred_to_a_prompt_and_a_field_that_is_none_counts_as_missing() -> None:
     assert detect_format({"prompt": "Hej?", "completion": "Hello", **ROWS["messages"]}) == "messages"
     assert detect_format({"messages": None, "text": "Hello"}) == "text"
-
-
-def test_an_unknown_row_is_refused_with_the_fields_found_and_expected() -> None:
-    with pytest.raises(ToolkitError, match="fields found: q, a") as caught:
-        detect_format({"q": "Hej?", "a": "Hello"})
-    assert "instruction + output (alpaca)" in str(caught.value)
 
 
 TURNS = {"messages": ROWS["messages"]["messages"], "conversations": ROWS["sharegpt"]["conversations"]}
@@ -73,6 +61,7 @@ def test_columns_of_another_name_are_asked_about_and_the_line_reads_them(
     hint = str(caught.value.hint)
     if words is None:
         assert hint.startswith("expected one of: ")
+        assert "instruction + output (alpaca)" in hint
         return
     assert hint == f"did you mean `--column {words}`?"
     columns = Job.from_argv(["--column", *words.split()]).column or {}

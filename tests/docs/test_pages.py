@@ -1,4 +1,4 @@
-"""Pages name files that exist, the program names pages that exist, every benchmark is listed, every tutorial works.
+"""Pages name files that exist, the program names pages that exist, every tutorial works.
 
 A tutorial's commands run in their order, with fewer steps and another folder than `runs/`, and so does its Python.
 """
@@ -17,8 +17,6 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TESTED = re.compile(r"<!-- test: (tutorial;?[^\n]*) -->\n```(bash|python)\n(.*?)```", re.DOTALL)
 TUTORIALS = [page for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if TESTED.search(page.read_text())]
 SLOW = ("first-fine-tune", "from-other-tools", "compare-three-presets", "your-dpo-script")
-# Modules that other benchmarks import or start.
-PARTS = {"record", "small_job"}
 
 
 def test_every_file_that_a_page_names_exists() -> None:
@@ -27,12 +25,6 @@ def test_every_file_that_a_page_names_exists() -> None:
     named = {(page.name, name) for page in PAGES for name in file.findall(page.read_text())}
     assert len(named) > 10
     assert sorted((page, name) for page, name in named if not (ROOT / name).is_file()) == []
-
-
-def test_every_benchmark_is_in_the_list_of_evidence() -> None:
-    listed = (ROOT / "docs" / "evidence" / "index.md").read_text()
-    names = {script.stem for script in (ROOT / "benchmarks").glob("*.py")} - PARTS
-    assert sorted(name for name in names if f"`benchmarks/{name}.py`" not in listed) == []
 
 
 def test_every_page_that_the_program_or_a_test_names_exists() -> None:
@@ -59,11 +51,6 @@ def script(page: Path) -> str:
         example = f'cat > "$FOLDER/example.py" <<END\n{code}\nEND\nforked "$FOLDER/example.py"\n'
         parts.append(code if language == "bash" else example)
     return "".join(parts)
-
-
-def test_the_tutorials_of_a_first_run_of_a_comparison_and_of_a_script_are_run() -> None:
-    names = {"first-fine-tune", "compare-three-presets", "your-dpo-script"}
-    assert names <= {page.stem for page in TUTORIALS}
 
 
 @pytest.mark.launch

@@ -152,11 +152,6 @@ def test_the_command_that_the_page_shows_is_the_one_that_its_tables_are_planned_
     assert f"toolkit plan {MODEL} {STATES}" in (DOCS / "concepts" / "ddp-zero-fsdp2.md").read_text()
 
 
-def test_every_block_of_figures_is_checked() -> None:
-    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
-    assert sorted(re.findall(r"<!-- planned: (.+) -->", text)) == sorted(BLOCKS)
-
-
 def test_each_of_the_first_steps_against_running_out_of_memory_needs_less_than_the_one_before() -> None:
     peaks = [on_gpu(options)["planned_peak_bytes"] for options in list(CHEAPEST_FIRST.values())[:6]]
     assert peaks == sorted(set(peaks), reverse=True)

@@ -25,7 +25,6 @@ from toolkit.presets import preset_names
 pytestmark = [pytest.mark.browser, pytest.mark.nightly]
 
 GPUS = ("h100-sxm", "a100-40gb", "rtx-4090", "l40s", "t4", "mi300x")
-ARCHITECTURE_NAMES = [name for name, _ in ARCHITECTURES]
 # A contrast below WCAG AA's of what can be read: the text, its ratio.
 LOW_CONTRAST = """() => {
   const numbers = (color) => color.match(/[\\d.]+/g).map(Number)
@@ -146,13 +145,6 @@ def test_the_page_answers_what_the_command_line_prints(
             assert (code, err) == (2, f"error: {expected}\n")
         else:
             assert (code, out) == (0, answer["text"])
-
-
-def test_the_compared_jobs_have_all_methods_presets_and_architectures() -> None:
-    jobs = [job(number) for number in range(60)]
-    assert {fields["method"] for _, fields, _ in jobs} == set(METHODS)
-    assert {fields.get("preset") for _, fields, _ in jobs} >= set(preset_names())
-    assert {model.removeprefix("models/") for model, _, config in jobs if config} == set(ARCHITECTURE_NAMES)
 
 
 def test_every_request_is_for_the_pages_own_folder(page: Page, requests: list[str], address: str) -> None:

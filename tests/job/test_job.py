@@ -75,11 +75,6 @@ def test_both_names_of_activation_checkpointing_switch_it_on() -> None:
     assert not Job().uses_activation_checkpointing
 
 
-def test_a_run_resumes_unless_the_argument_says_no() -> None:
-    assert Job(resume_from_checkpoint="latest").resumes
-    assert not any(Job(resume_from_checkpoint=word).resumes for word in (None, "false", "None"))
-
-
 # -- where no flag is given
 
 

@@ -73,12 +73,18 @@ def command_of(preset: str, n: int, *words: str, cpu: bool = False) -> LaunchCom
     )
 
 
-def test_the_argv_is_accelerates_launcher_with_the_presets_file() -> None:
+def test_the_argv_is_accelerates_launcher_with_the_presets_files_and_the_shard_degree() -> None:
     command = command_of("ddp", 2, "--max_steps", "8")
     selected, script = f"--config_file {YAMLS}/ddp.yaml --num_processes 2", "-m toolkit.train --max_steps 8"
     launcher, place = f"{sys.executable} -m accelerate.commands.launch", "--num_machines 1 --main_process_port 0"
     assert command.argv == f"{launcher} {selected} {place} {script}".split()
     assert command.shown == f"accelerate launch {selected} {script}"
+    named, command = ["--deepspeed_config_file", str(JSONS / "zero3.json")], command_of("zero3", 4)
+    assert f"--config_file {YAMLS}/zero3.yaml {' '.join(named)} --num_processes 4 -m" in command.shown
+    assert command.argv[5:7] == named
+    hybrid = command_of("fsdp2_hybrid", 8).shown
+    assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in hybrid
+    assert "parallelism_config" not in command_of("fsdp2", 8).shown
 
 
 def test_a_lone_rank_is_started_without_a_launcher_and_a_lone_script_with_one() -> None:
@@ -89,19 +95,6 @@ def test_a_lone_rank_is_started_without_a_launcher_and_a_lone_script_with_one() 
     assert "accelerate.commands.launch" in command_of("zero3", 1).argv
     script = TrainOptions(preset="single", num_processes=1, script="script.py", cpu=True)
     assert "accelerate.commands.launch" in launch.command_of(script, load_preset("single")).argv
-
-
-def test_a_deepspeed_json_is_named_by_its_absolute_path() -> None:
-    command = command_of("zero3", 4)
-    named = ["--deepspeed_config_file", str(JSONS / "zero3.json")]
-    assert f"--config_file {YAMLS}/zero3.yaml {' '.join(named)} --num_processes 4 -m" in command.shown
-    assert command.argv[5:7] == named
-
-
-def test_a_hybrid_mesh_gets_its_shard_degree_from_the_number_of_processes() -> None:
-    shown = command_of("fsdp2_hybrid", 8).shown
-    assert "--num_processes 8 --parallelism_config_dp_shard_size 4 -m toolkit.train" in shown
-    assert "parallelism_config" not in command_of("fsdp2", 8).shown
 
 
 def test_ranks_that_share_a_gpu_are_told_so_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

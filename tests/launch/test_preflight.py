@@ -243,7 +243,8 @@ def test_a_folder_with_somebody_elses_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "expected"), [(None, False), ("latest", False), ("elsewhere/checkpoint-3", True), ("false", False)]
+    ("checkpoint", "expected"),
+    [(None, False), ("latest", False), ("elsewhere/checkpoint-3", True), ("false", False), ("None", False)],
 )
 def test_a_run_continues_only_if_there_is_a_checkpoint(checkpoint: str | None, expected: bool, tmp_path: Path) -> None:
     job = Job.from_values({"resume_from_checkpoint": checkpoint, "output_dir": str(tmp_path)})

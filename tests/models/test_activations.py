@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_bytes import saved_storages
 from model_configs import EXPERTS, WIDE, built, config_file
 
 from toolkit.models.activations import PARTIAL_ROTARY, TWO_ROTARY_EMBEDDINGS, Activations
@@ -114,21 +115,14 @@ def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None 
         model = get_peft_model(model.to(torch.bfloat16), lora, autocast_adapter_dtype=autocast)
         share_inputs(model)
     model = model.train() if autocast else model.to(torch.bfloat16).train()
-    existing = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    alive: dict[int, Any] = {}
-
-    def pack(tensor: Any) -> Any:
-        alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     mask = torch.ones_like(tokens)
     mask[0, -3:] = 0 if padded else 1
     compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     kernels = sdpa_kernel([SDPBackend.MATH] if math else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute, kernels:
+    with saved_storages((*model.parameters(), *model.buffers())) as saved, compute, kernels:
         model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in alive.items() if key not in existing)
+    return sum(saved.values())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from live_bytes import saved_storages
 
 from toolkit.models.fake_tensors import STAND_INS, with_kernels
 
@@ -11,13 +12,7 @@ ROWS, LENGTH, HEADS, KEY_HEADS, WIDTH = 2, 128, 4, 2, 16
 
 def saved_by(call: Any) -> tuple[Any, int]:
     """The output, and the bytes of the storages that are saved, each once."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Any) -> Any:
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_storages() as storages:
         output = call()
     return output, sum(storages.values())
 

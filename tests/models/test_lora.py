@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import saved_storages
 from model_configs import EXPERTS, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +17,6 @@ from toolkit.models.fake_tensors import LiveMemory
 from toolkit.models.job_weights import job_weights
 from toolkit.models.lora import (
     ALL_LINEAR,
-    RENAMED_TARGETS,
     check_adapted_modules,
     check_lora_targets,
     dora_bytes,
@@ -54,45 +54,30 @@ def test_modules_that_cannot_be_adapted_are_refused(model_type: str, targets: tu
         check_lora_targets(shape_of(model_type), targets)
 
 
-def test_the_renamed_modules_are_pefts() -> None:
-    from toolkit.models.count_from_transformers import _renamed_targets
-
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        assert _renamed_targets(model_type) == RENAMED_TARGETS.get(model_type, {})
-
-
 def test_targets_that_no_layer_has_train_nothing() -> None:
     shape = shape_from_config(ConfigFields(TINY | {"model_type": "llama"}, "config.json"))
     weights = job_weights(shape, 4, lora_target_modules=("qproj",))
     assert (weights.num_trained, weights.largest_trained) == (0, 0)
 
 
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
+SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
 def _kept(tokens: int = 64, **fields: Any) -> tuple[int, int]:
     """Return trained parameters, and bytes that the backward pass of a small Llama keeps, each storage once."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128))
     from peft import LoraConfig, get_peft_model
 
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **fields))
     return model.get_nb_trainable_parameters()[0], saved_bytes(model, tokens)
 
 
 def saved_bytes(model: torch.nn.Module, tokens: int, *, autocast: bool = False) -> int:
     """Return the bytes that a forward pass saves beside parameters, each storage once."""
-    weights = {parameter.data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-    alive = []  # the address of a freed storage would be used again
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     rows = torch.arange(tokens).reshape(2, -1)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with saved_storages(model.parameters()) as kept, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         model(input_ids=rows, labels=rows)
     return sum(kept.values())
 
@@ -109,9 +94,7 @@ def test_rslora_keeps_what_lora_does_and_dora_keeps_more() -> None:
 
 
 def shape_of_kept() -> ModelShape:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 128}
-    shape = shape_from_config(ConfigFields({"model_type": "llama"} | sizes, "config.json"))
+    shape = shape_from_config(ConfigFields({"model_type": "llama"} | SIZES, "config.json"))
     assert shape is not None
     return shape
 
@@ -208,8 +191,7 @@ def _saved_in_bf16(config: Any, tokens: int, *, autocast: bool) -> int:
     from peft import get_peft_model
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=128)).bfloat16()
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
     # A gradient at the input, so that the first layer's adapters save as those of the others do.
     model.enable_input_require_grads()
     return saved_bytes(get_peft_model(model, config, autocast_adapter_dtype=autocast), tokens, autocast=autocast)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import saved_storages
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -27,13 +28,8 @@ TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_atte
 TEXT |= {"head_dim": 16, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}
 SIDES: dict[str, Any] = {"image_size": 224, "patch_size": 14}
 VISION: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-QWEN: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_heads": 4,
-    "out_hidden_size": 64,
-    "patch_size": 14,
-}
+QWEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 64}
+QWEN |= {"patch_size": 14}
 GLM = QWEN | {"image_size": 224, "out_hidden_size": 512}  # its blocks' MLP is as wide as its output
 BY_PATCHES = ("qwen", "glm")  # they take patches and the grid that these are of
 SIGLIP = VISION | SIDES | {"model_type": "siglip_vision_model"}
@@ -112,20 +108,10 @@ def saved_and_planned(model_type: str, blocks: int, *, autocast: bool) -> tuple[
     outer = tuple(
         Tensor(name=name, shape=tuple(p.shape), in_linear=id(p) in linear) for name, p in model.named_parameters()
     )
-    seen, alive, saved = {p.untyped_storage()._cdata for p in model.parameters()}, [], 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal saved
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            alive.append(tensor)
-            saved += storage.nbytes()
-        return tensor
-
     compute = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), compute:
+    with saved_storages(model.parameters()) as storages, compute:
         getattr(model, "model", model).get_image_features(**images(model_type, config, dtype))
+    saved = sum(storages.values())
     if autocast:
         saved -= sum(2 * t.num_elements for t in outer if is_of_images(t) and t.is_linear_weight)
     patches = patches_per_token(config.to_dict())

@@ -1,20 +1,16 @@
 """A preset's file works alone: from any directory, with a script of somebody who has never heard of the toolkit."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from accelerate.utils import DeepSpeedPlugin
-from accelerate.utils.environment import convert_dict_to_env_variables
 from launching import (
     CPU_PRESETS,
     ROOT,
     SCRIPTS,
     accelerate_launch,
-    nightly,
     nightly_launch,
     read,
     torchrun,
@@ -22,7 +18,7 @@ from launching import (
 from scripts.write_presets import SHARED, expected_text
 
 from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
-from toolkit.presets import list_presets, load_preset
+from toolkit.presets import list_presets
 
 YAMLS, JSONS = ROOT / "accelerate_configs", ROOT / "ds_configs"
 DEEPSPEED = [preset.name for preset in list_presets() if preset.engine == "deepspeed"]
@@ -60,30 +56,6 @@ def test_accelerate_makes_the_same_of_a_yaml_and_of_its_json(name: str, monkeypa
     silent = in_accelerate(text_of(name), "no", monkeypatch)  # as the file's comment says
     assert (ours.pop("bf16"), silent.pop("bf16")) == ({"enabled": True}, {"enabled": False})
     assert ours == silent
-
-
-def test_what_a_loop_is_clipped_at_is_the_launchers_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert in_accelerate(text_of("zero2"), "bf16", monkeypatch)["gradient_clipping"] == "auto"  # 1.0 in the engine
-    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")  # of `accelerate launch --gradient_clipping 0.5`
-    assert in_accelerate(text_of("zero2"), "bf16", monkeypatch)["gradient_clipping"] == 0.5
-
-
-def test_deepspeeds_own_launcher_is_not_given_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/reference/presets.md says so: on several nodes with pdsh the JSON must be named."""
-    passed_on = convert_dict_to_env_variables({"A": "1", "ACCELERATE_DEEPSPEED_CONFIG_FILE": text_of("zero3")})
-    assert passed_on == ["A=1\n"]
-    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
-    assert DeepSpeedPlugin().zero_stage == 2
-
-
-@pytest.mark.parametrize("name", DEEPSPEED)
-def test_a_copy_without_its_json_is_the_same_preset(name: str, tmp_path: Path) -> None:
-    copy = load_preset(shutil.copy(YAMLS / f"{name}.yaml", tmp_path))
-    assert copy.deepspeed_config_path is None
-    assert copy.deepspeed_config() == load_preset(name).deepspeed_config() == json.loads(json_of(name).read_text())
-    assert copy.as_row() | {"accelerate_config": "", "deepspeed_config": ""} == (
-        load_preset(name).as_row() | {"accelerate_config": "", "deepspeed_config": ""}
-    )
 
 
 # -- in ranks
@@ -164,20 +136,3 @@ def test_a_trainer_takes_the_json_by_itself_under_torchrun(name: str, tmp_path: 
     assert ended.returncode == 0, ended.stderr[-3000:]
     live = {"ranks": 2, "precision": "bf16", **EXPECTED[name], "clipping": 0.5}
     assert [read(tmp_path / f"rank{rank}.json") for rank in (0, 1)] == [live, live]
-
-
-# What `parallel` lists is the toolkit's: accelerate passes over it, and the file's comment says so.
-ALONE = {"tp": "MULTI_CPU", "ep": "MULTI_CPU", "pipeline_1f1b": "MULTI_CPU", "cp": "FSDP", "ulysses": "DEEPSPEED"}
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("preset", nightly(*ALONE))
-def test_a_script_that_does_not_ask_for_a_degree_divides_rows_only_and_the_file_says_so(
-    preset: str, tmp_path: Path
-) -> None:
-    config, options = YAMLS / f"{preset}.yaml", BF16_OF_A_LOOP if ALONE[preset] == "DEEPSPEED" else ()
-    assert launched(config, "loop", tmp_path, options=options) == ""
-    live = read(tmp_path / "rank0.json")
-    assert (live["ranks"], live["engine"], live["precision"]) == (2, ALONE[preset], "bf16")
-    said = " ".join(line.strip(" #") for line in config.read_text().splitlines() if line.lstrip().startswith("#"))
-    assert "accelerate passes over it" in said

@@ -18,21 +18,14 @@ REDUCED = "all-reduces of activations in each layer"
 DISPATCHED = "all-to-alls of tokens, to their experts and back"
 
 
+# Those that docs/reference/presets.md, which test_readme.py renders again, has not complete.
 @pytest.mark.parametrize(
     ("name", "on_gpu", "on_cpu", "communication"),
     [
-        ("single", "4 + 4 + 8", "0", "0"),
-        ("ddp", "4 + 4 + 8", "0", "2 P per step"),
-        ("zero1", "2 + 2 + 12/N", "0", "3 P per step"),
-        ("zero2", "2 + 2/N + 12/N", "0", "2 P per accumulation step, 1 P per step"),
         ("zero2_cpu_offload", "2", "4/N + 12/N", "2 P per accumulation step, 1 P per step"),
         ("zero3", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step"),
-        ("zero3_cpu_offload", "0", "2/N + 6/N + 12/N", "2 to 3 P per accumulation step"),
         ("zero3_nvme_offload", "0", "6/N", "2 to 3 P per accumulation step"),
         ("zeropp", "2/N + 2/N + 12/N", "0", "0.5 P per step, P/32 per accumulation step across nodes"),
-        ("fsdp2", "4/N + 4/N + 8/N", "0", "3 P per accumulation step"),
-        ("fsdp2_grad_op", "4/N + 4/N + 8/N", "0", "2 P per accumulation step"),
-        ("fsdp2_cpu_offload", "0", "4/N + 4/N + 8/N", "3 P per accumulation step"),
         ("fsdp2_hybrid", "4/S + 4/S + 8/S", "0", "3 P, and 2 P/S between replicas, per accumulation step"),
         ("cp", "4/N + 4/N + 8/N", "0", "3 P per accumulation step; keys and values in a ring"),
         ("ulysses", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step; all-to-alls of attention heads"),

@@ -187,6 +187,3 @@ def test_adapters_of_experts_are_refused_where_experts_are_divided(
     reason = unsupported(None, Job.from_values({"lora_r": "8", **given}), model=ModelLimits(split=read_split(config)))
     assert (reason is not None) is refused
     assert reason is None or reason.hint == "`--lora_target_modules q_proj k_proj v_proj o_proj`"
-
-
-# -- through the command

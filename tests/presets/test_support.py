@@ -130,34 +130,6 @@ def test_bf16_states_that_deepspeed_refuses_are_refused_by_name(
     assert reason is None if refused is None else refused in reason.message  # type: ignore[union-attr]
 
 
-ON = "true"
-METHODS: dict[str, dict[str, str]] = {
-    **{"lora": {"lora_r": "8"}, "qlora": QLORA, "4 bits without LoRA": {"load_in_4bit": ON}},
-    **{"packing": {"packing": ON}, "comm hook": {"ddp_comm_hook": "bf16"}, "Liger": {"use_liger_kernel": ON}},
-    **{"8-bit AdamW": {"optim": "adamw_bnb_8bit"}, "save only model": {"save_only_model": ON}},
-    "whole gradients": {"accumulate": "whole", "gradient_accumulation_steps": "2"},
-    "checkpointing offload": {"activation_checkpointing": ON, "activation_checkpointing_offload": ON},
-    "selective checkpointing": {"activation_checkpointing": ON, "activation_checkpointing_selective": ON},
-}
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_the_launcher_gives_the_reason_of_the_rule(name: str) -> None:
-    preset = load_preset(name)
-    size = next_world_size(preset, 2)
-    for method, arguments in METHODS.items():
-        job = Job.from_values(arguments | degrees(preset))
-        for device in (CPU, Device()):
-            on_cpu = device is CPU
-            reason = unsupported(preset, job, world_size=size, device=device)
-            if reason is None:
-                assert check_arguments(job, preset, num_processes=size, on_cpu=on_cpu) == [], method
-                continue
-            with pytest.raises(ToolkitError) as error:
-                check_arguments(job, preset, num_processes=size, on_cpu=on_cpu)
-            assert (error.value.message, error.value.hint) == (reason.message, reason.hint), method
-
-
 # -- the rules themselves
 
 

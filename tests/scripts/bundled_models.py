@@ -2,7 +2,6 @@
 
     python tests/scripts/bundled_models.py                  # those without a count; as often as it takes
     python tests/scripts/bundled_models.py --again --check  # count all again, and compare: the nightly job
-    python tests/scripts/bundled_models.py --plan-with light/bin/python  # processor time of `toolkit plan`, by model
 
 A count takes 10 to 60 s of a processor, more than `toolkit plan` spends.
 It is what `toolkit plan` reads in an installation without transformers.
@@ -10,12 +9,8 @@ It is what `toolkit plan` reads in an installation without transformers.
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +18,6 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from toolkit.errors import EXIT_DONE, EXIT_RUN_FAILED
 from toolkit.models import count_from_transformers as counting
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
@@ -78,22 +72,6 @@ def has_formulas(config: Path, values: dict[str, Any]) -> bool:
     return shape_from_config(ConfigFields(values, str(config))) is not None
 
 
-def plan_seconds(python: str, name: str) -> float:
-    """Return the least processor time of five plans of a model, in the installation of an interpreter."""
-
-    def used() -> float:
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return children.ru_utime + children.ru_stime
-
-    command, times = [python, "-m", "toolkit", "plan", name, "--gpu", "h100-80gb", "--num-processes", "8"], [used()]
-    for _ in range(5):
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode not in (EXIT_DONE, EXIT_RUN_FAILED):  # the second where it does not fit: a plan as well
-            sys.exit(f"{name} is not planned: {done.stderr}")
-        times.append(used())
-    return min(after - before for before, after in itertools.pairwise(times))
-
-
 def main() -> int:
     """Count what is missing within the time; with `--check`, return 1 where a new count differs from the old one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,14 +79,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no count after this time")
     parser.add_argument("--again", action="store_true", help="count those with a file too")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a count differs")
-    parser.add_argument("--plan-with", metavar="PYTHON", help="time plans instead, in this interpreter's installation")
     options = parser.parse_args()
-    if options.plan_with:
-        seconds = {name: plan_seconds(options.plan_with, name) for name in options.names or known_models()}
-        worst, over = max(seconds, key=lambda name: seconds[name]), sum(each > 1 for each in seconds.values())
-        mean = statistics.mean(seconds.values())
-        print(f"{over} of {len(seconds)} over 1 s, mean {mean:.2f} s, worst {seconds[worst]:.2f} s ({worst})")
-        return 0
     start, different = time.monotonic(), []
     planned = {} if options.again else bundled_models()
     for name in options.names or known_models():

@@ -1,5 +1,5 @@
-"""The training script, which also writes the live model's logits on fixed tokens just before it saves, counts the
-collectives of each step, and writes the state of each process before it trains.
+"""The training script, which also writes the live model's logits on fixed tokens just before it saves, and counts the
+collectives of each step.
 
 Started like `-m toolkit.train`; all ranks take part in the forward, since shards are on all of them.
 """
@@ -17,11 +17,8 @@ def main() -> int:
     prepare_environment()
     import torch
     from count_collectives import count_steps  # beside this script; its constant is read from tests too
-    from process_state import write_process_state
 
     import toolkit.train.script as script
-
-    write_process_state(f"{sys.argv[sys.argv.index('--output_dir') + 1]}.rank")
 
     save = script.save_final_model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,9 +15,6 @@ from launching import ROOT, cpu_environment, fork_server, read, torchrun_preset
 from toolkit.record.folder import RunFolder
 from toolkit.record.measurements import last_step, measure, read_steps
 
-Place = Callable[[str, list[str]], list[str]]
-Agent = subprocess.Popen[bytes] | ForkedProcess
-
 WAIT_SECONDS = 180.0
 MANY_STEPS = 2000
 # A node counts as lost after six missed seconds, and nobody else is waited for: the defaults are 15 s and 30 s. A busy
@@ -27,18 +23,12 @@ RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6
 
 
 class Nodes:
-    """Elastic agents with one rank each, started and killed like nodes.
+    """Elastic agents with one rank each, started and killed like nodes, and forked from the session's server."""
 
-    `place` returns the command that runs words on a node; without one all are this host, and agents and ranks are
-    forked from the session's server.
-    """
-
-    def __init__(self, preset: str, folder: Path, job: list[str], endpoint: str, *, place: Place | None = None) -> None:
-        self.place = place
-        self.folder, self.out, self.agents = folder.resolve(), folder / "out", dict[str, Agent]()
+    def __init__(self, preset: str, folder: Path, job: list[str], endpoint: str) -> None:
+        self.folder, self.out, self.agents = folder.resolve(), folder / "out", dict[str, ForkedProcess]()
         self.elastic = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "elastic"]
-        self.elastic += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-        self.elastic += ["--local-addr", "127.0.0.1"] if place is None else []
+        self.elastic += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
         self.script = ["-m", "toolkit.train", *job, "--output_dir", str(self.out), "--resume_from_checkpoint", "latest"]
         self.script += ["--save_steps", "2", "--max_steps", str(MANY_STEPS), "--save_total_limit", "2"]
         self.environment = cpu_environment() | {"TOOLKIT_PRESET": preset, "OMP_NUM_THREADS": "1"}
@@ -56,12 +46,8 @@ class Nodes:
         holds = ["--rdzv-conf", f"{RENDEZVOUS},is_host={not self.agents}"]
         command = [sys.executable, "-m", "torch.distributed.run", *self.elastic, *holds, *self.script]
         with self.log(name).open("a") as log, contextlib.chdir(ROOT):
-            if self.place is None:
-                files = {"stdout": log.fileno(), "stderr": log.fileno()}
-                self.agents[name] = fork_process(fork_server(), command, environment=self.environment, **files)
-            else:
-                words = self.place(name, command)
-                self.agents[name] = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
+            files = {"stdout": log.fileno(), "stderr": log.fileno()}
+            self.agents[name] = fork_process(fork_server(), command, environment=self.environment, **files)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -101,10 +87,9 @@ class Nodes:
         self.wait(f"no {steps} steps of attempt {attempt} on {world_size} ranks", reached)
 
     def stop(self) -> None:
-        """Send SIGTERM to every agent, as a cluster does, and wait for them; on a node it is a child of what enters."""
+        """Send SIGTERM to every agent, as a cluster does, and wait for them."""
         for agent in self.agents.values():
-            for process in [agent] if self.place is None else psutil.Process(agent.pid).children():
-                process.terminate()
+            agent.terminate()
         for agent in self.agents.values():
             agent.wait(WAIT_SECONDS)
 

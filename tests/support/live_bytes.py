@@ -1,9 +1,12 @@
-"""Bytes of the tensors that exist on a CPU, as torch's dispatcher makes them."""
+"""Bytes of the tensors that exist on a CPU, as torch's dispatcher makes them, and of those that autograd saves."""
 
+import contextlib
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,3 +30,19 @@ class LiveBytes(TorchDispatchMode):
 
     def free(self, freed: int) -> None:
         self.live -= freed
+
+
+@contextlib.contextmanager
+def saved_storages(known: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
+    """Yield the bytes of each storage that autograd saves here, once, but for those of known tensors."""
+    of_known, saved = {tensor.untyped_storage()._cdata for tensor in known}, dict[int, int]()
+    alive = []  # the address of a freed storage would be used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        if tensor.untyped_storage()._cdata not in of_known:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

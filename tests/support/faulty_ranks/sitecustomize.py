@@ -119,7 +119,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
         "transformers.modeling_utils:checkpoint", lambda _, function, *args, **__: function(*args)
     ),
 }
-"""By the name of the row that carries it; each is called with its rank. Those of `deviations.py` are as well."""
+"""By the name of the row that carries it; each is called with its rank. Those of benchmarks/faults are as well."""
 
 
 def row_of_this_rank() -> str | None:

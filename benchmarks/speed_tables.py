@@ -1,4 +1,4 @@
-"""Write the tables of planned against published speeds into benchmarks/results: `python tests/support/speed_tables.py`.
+"""Write the tables of planned against published speeds into benchmarks/results: `python benchmarks/speed_tables.py`.
 
 By source, by what bounds a step, and calibrated by a run.
 """
@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests" / name) for name in ("support", "warm_starts")]
 
 from left_out_speeds import (  # noqa: E402
     WITHOUT,

@@ -1,6 +1,6 @@
 """Live runs that verification judges: deviations of what trains, each by the field that must show it, and honest runs.
 
-`benchmarks/verification.py` runs all of them; `tests/test_benchmarks.py` holds them against the fields that exist.
+`benchmarks/verification.py` runs all of them.
 """
 
 import re
