@@ -16,19 +16,15 @@ SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_em
 ROWS = "faq-en-alpaca.jsonl"
 
 
-def small_model(folder: Path, *, vocab_size: int | None = None) -> Path:
-    """Write the model once, with the demo's tokenizer, or one of the rows with so many tokens; return its folder."""
+def small_model(folder: Path) -> Path:
+    """Write the model once, with the demo's tokenizer; return its folder."""
     from transformers import AutoTokenizer
 
     sys.path.append(str(ROOT / "tests" / "support"))
     from random_models import random_llama
 
     if not folder.exists():
-        tokenizer = AutoTokenizer.from_pretrained(prepare_default_model())
-        if vocab_size is not None:
-            texts = default_data_file(ROWS).read_text().splitlines()
-            tokenizer = tokenizer.train_new_from_iterator(texts, vocab_size)
-        random_llama(folder, tokenizer, **SIZES)
+        random_llama(folder, AutoTokenizer.from_pretrained(prepare_default_model()), **SIZES)
     return folder
 
 

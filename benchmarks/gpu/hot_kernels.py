@@ -1,7 +1,5 @@
 """The most expensive kernels of a profiled step, and the gaps between kernels, from the Chrome trace of a run.
 
-    python benchmarks/gpu/hot_kernels.py RUN_FOLDER/profile/rank0.json.gz
-
 A gap belongs to the kernel before it, whose end the next one did not follow at once: the GPU waited for Python, for a
 launch, or for data. On a CPU torch's operators stand for kernels.
 """
@@ -10,9 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +66,3 @@ def table_lines(found: Row) -> list[str]:
             name = f"after {row['name']}" if what == "gaps" else row["name"]
             lines.append(f"  {1000 * row['seconds']:9.2f} ms {share:6.1%} {row['count']:6d} x  {name}")
     return lines
-
-
-def main(argv: Sequence[str]) -> None:
-    for path in argv:
-        print("\n".join([path, *table_lines(hot_kernels(Path(path)))]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
