@@ -15,7 +15,11 @@ attention. Afterwards the two jobs on V100s got `--no-fp16`, as their report say
 for it, which is planned since.
 So was `blind3`, of 36 other pages and threads, frozen before: one command was refused (torchao's 4 bits under FSDP2)
 and has what the hint names; yi-37's host memory, 1,024 GiB, is a guess. Afterwards Gemma 4 26B got experts in bf16:
-Unsloth of April 2026 reports 46 GB once it is loaded.
+Unsloth of April 2026 reports 46 GB once it is loaded. ms-swift 2's 17 rows became `thin`: it trained Qwen, not Qwen1.5,
+and reports what torch reserved for rows of all lengths, which depends on their order.
+So was `blind4`, of 39 other pages and threads, frozen before: four commands were refused and have the attention that
+the message names; eleven jobs were left out, which are in `measured_speed.csv` too. Afterwards three got `--accumulate
+sharded`, as accelerate was before 1.11, and ax-qwen3next lost the targets that only peft 0.21 takes for all experts.
 Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
 that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
 before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
@@ -57,7 +61,7 @@ def share(plan: Plan) -> float:
     [
         *[("built", 6, 0), ("kept", 6, 0), ("later", 8, 0), ("fresh", 28, 2), ("last", 8, 0), ("latest", 17, 1)],
         *[("newest", 25, 0), ("final", 10, 0), ("once", 24, 2), ("unseen", 30, 3), ("after", 32, 0), ("since", 25, 1)],
-        *[("blind", 13, 0), ("blind2", 12, 1), ("blind3", 12, 0)],
+        *[("blind", 13, 0), ("blind2", 12, 1), ("blind3", 12, 0), ("blind4", 14, 0)],
     ],
 )
 def test_few_public_jobs_that_ran_out_of_memory_fit_and_none_that_ran_does_not(
@@ -81,10 +85,10 @@ def test_public_jobs_that_ran_out_of_memory_and_fit_are_few_and_known() -> None:
         *("lf-3914", "lf-2517-14b", "alpaca-lora-344-13b", "lf-5070", "lf-5709", "cookbook-37", "longchat-28-32k"),
         *("qwen-424", "firefly-33", "acc-1377"),
     }
-    assert len(wrong) <= sum(row["reported"] == "OOM" for row, _ in reported()) / 20
-    assert len(fits) >= 140  # of 320 that ran 130
+    assert len(wrong) <= sum(row["reported"] == "OOM" for row, _ in reported()) / 25
+    assert len(fits) >= 151  # of 351 that ran 141
     enough = [row["reported"] == "OOM" for row, _ in fits if row["facts"] == "enough"]
-    assert statistics.mean(enough) <= 0.12
+    assert statistics.mean(enough) <= 0.07
 
 
 def test_what_was_planned_once_after_the_shares_were_chosen_holds() -> None:
@@ -114,7 +118,7 @@ def largest_share(jobs: Iterable[tuple[str, float, bool]]) -> float:
 def test_shares_of_a_gpu_are_the_largest_at_which_one_in_ten_is_wrong_also_in_a_repository_that_is_left_out() -> None:
     groups: dict[str, list[tuple[str, float, bool]]] = {}
     for row, plan in reported():
-        if row["half"] not in ("since", "blind", "blind2", "blind3"):
+        if row["half"] not in ("since", "blind", "blind2", "blind3", "blind4"):
             job = (repository(row["url"]), share(plan), row["reported"] == "OOM")
             groups.setdefault(group(plan), []).append(job)
     for name in groups.keys() - {"", "under FSDP2"}:  # four jobs of FSDP2 ran out of memory
@@ -178,5 +182,5 @@ def test_reported_peaks() -> None:
             error = of_reported(row, plan) - 1
             print(f"{row['id']:15} {row['half']:6} {row['facts']:7} {error:+.1%} {plan.verdict}")
             errors.setdefault(row["facts"], []).append(abs(error))
-    assert statistics.median(errors["enough"]) < 0.105
+    assert statistics.median(errors["enough"]) < 0.1
     assert statistics.median([*errors["enough"], *errors["thin"]]) < 0.11

@@ -223,6 +223,7 @@ class PlannedJob(Job):
         """True if gradients are to wait unsharded for the last accumulation step, which is a choice under FSDP.
 
         Other programs leave it to the Trainer, which makes that choice (transformers 5.23, `_run_epoch`; as in 4.28).
+        Under FSDP2 it had no effect before accelerate 1.11 (huggingface/accelerate#3762).
         """
         others = self.numerics.program != TOOLKIT or self.numerics.fsdp1
         chosen = self.accumulate or (WHOLE if others else None)

@@ -110,9 +110,9 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "axolotl": Program(
         source="axolotl 0.18.0: loaders/model.py:473 (norms and embeddings cast back), :606 (bf16), :718; "
-        "utils/__init__.py:84",
+        "utils/__init__.py:84, monkeypatch/accelerate/fsdp2.py (its own `fsdp2_prepare_model` converts nothing)",
         numerics={"peft_input_cast": True, "expandable_segments": True},
-        full_numerics=_BF16,
+        full_numerics={"pure_bf16": True},
         notes={"lora": "its Triton kernels for LoRA (`lora_mlp_kernel` and others) save less than is planned"},
         any_attention=True,
     ),
