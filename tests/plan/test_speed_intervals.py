@@ -31,7 +31,11 @@ def test_intervals_cover_nine_of_ten_speeds_of_a_source_that_was_left_out() -> N
 # The second ones are of the planner as the first ones had mended it.
 @pytest.mark.parametrize(
     ("half", "at_first_look", "outside"),
-    [("fifth", (59, 77), []), ("sixth", (14, 15), ["gputest-8b-full-rtx-pro-6000"])],
+    [
+        ("fifth", (59, 77), []),
+        ("sixth", (14, 15), ["gputest-8b-full-rtx-pro-6000"]),
+        ("seventh", (63, 70), ["aws-8b-32xh100", "aws-mistral-32xh100", "math-8b-qlora", "math-8b-full"]),
+    ],
 )
 def test_speeds_that_nobody_had_used_are_inside_of_their_intervals_since_they_were_seen(
     half: str, at_first_look: tuple[int, int], outside: list[str]

@@ -20,6 +20,7 @@ from toolkit.plan.methods import SFT
 from toolkit.plan.step_parts import (
     CALIBRATION,
     Calibration,
+    best_matmul_share,
     bubble_factor,
     compute_seconds,
     fp32_experts_seconds,
@@ -54,11 +55,9 @@ WIDER |= {"the network between nodes, which is not given": 0.0, "a method withou
 PAIR_SPREAD = {"preset": 0.152, "world size": 0.171, "batch or length": 0.192, "activation checkpointing": 0.284}
 # Highest published share of the dense peak, recomputation included, and the half of the scores that causal attention
 # needs: MosaicML's 7B, and its 13B with activation checkpointing; fms-acceleration's Llama 3 8B with LoRA, and its 70B
-# with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s.
+# with QLoRA; with offload, 262,144 tokens per row in stas00/ml-engineering. All but the last on A100s. Of a GPU without
+# published rows, that of a large matrix multiplication.
 HIGHEST_SHARE = {"full": 0.62, "recomputed": 0.781, "lora": 0.62, "qlora": 0.703, "offload": 0.57}
-# The same of a GPU without published rows: an H20, which has little compute for its bandwidth, reached 0.87 with
-# FlashAttention 2 (ms-swift's examples).
-HIGHEST_SHARE_ELSEWHERE = 0.9
 MEASURED_GPUS = ("a100-40gb", "a100-80gb", "h100-sxm", "h200", "b200")
 
 
@@ -228,10 +227,13 @@ def step_time(
 
     best, estimate, worst = map(seconds, range(3))
     wider = tuple(_wider(setup, interconnect, launch_bound=on_host > on_gpu))
-    highest = _highest_share(setup) if _has_published_rows(interconnect) else HIGHEST_SHARE_ELSEWHERE
+    published = _has_published_rows(interconnect)
+    highest = _highest_share(setup) if published else best_matmul_share(interconnect.gpu)
     spread = math.hypot(SPREAD, SOURCE_SPREAD, math.log(worst / best) / 2, *(WIDER[reason] for reason in wider))
     # No interval reaches above what anyone has measured, the user included.
     operations = causal.hardware_flops + job.method.scoring_forwards * scored.hardware_flops
+    if job.packs_without_mask(setup.shape):  # of documents that may be short
+        operations -= causal.attention_forward + causal.attention_backward + causal.attention_recomputed
     fastest = tokens * operations / (peak * highest)
     if measured is not None:
         spread = measured.spread(setup, (best, worst), wider)
