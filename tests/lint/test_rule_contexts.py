@@ -451,7 +451,7 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
                                    "p.add_argument('--validation_step')\np.parse_args()\n"}, "`--validation_step`"),
         ("unknown-deepspeed-key", {"a.json": zero(stage3_gather_16bit_weights_on_model_save=False)}, "remove it"),
         ("refused-by-axolotl", {"a.yaml": f"{AXOLOTL}flash_attn_rms_norm: true\n"}, "remove it"),
-        ("shell-slip", {"a.sh": "torchrun x.py --bf16 \\\n\n  2>&1 | tee log\n"}, "backslash"),
+        ("lost-line", {"a.sh": "torchrun x.py --bf16 \\\n\n  2>&1 | tee log\n"}, "backslash"),
         ("auto-is-kept", {"a.json": zero(gradient_accumulation_steps=2, train_batch_size=4),
                           "x.py": OWN_LOOP, "setup.py": ""}, "a number"),
         ("refused-by-grpo", {"a.sh": "python x.py --per_device_train_batch_size 2 --gradient_accumulation_steps 1 "
@@ -484,7 +484,7 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`false`"),
         ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
         ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
-        ("deepspeed-file-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
+        ("script-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
         ("unknown-trl-setting", {"a.sh": "torchrun x.py --config b.yaml\n", "x.py": "import trl\n@dataclass\nclass Own:"
                                  "\n    size: int = 3\na = TrlParser((Own, trl.SFTConfig)).parse_args_and_config()\n",
                                  "b.yaml": f"{TRL}max_length: 9\nsize: 4\nsizes: 4\n"}, "remove it"),
@@ -594,9 +594,9 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("unknown-parameter", {"a.json": zero(scheduler={"type": "WarmupCosineLR", "params": {
             "total_num_steps": 9, "cos_min_lr": 3e-5}})}, ["error: `cos_min_ratio`, a fraction"]),
         ("unknown-llama-factory-setting", {"a.yaml": f"{RECIPE}system: You are.\n"}, ["error: `default_system`"]),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/train.py --lr 1\n", "src/api.py": ""}, []),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/grpo_rec.py --lr 1\n", "src/grpo.py": ""}, []),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/grpo.py --lr 1\n", "src/grpo_image.py": ""},
+        ("script-missing", {"a.sh": f"{RUN} src/train.py --lr 1\n", "src/api.py": ""}, []),
+        ("script-missing", {"a.sh": f"{RUN} src/grpo_rec.py --lr 1\n", "src/grpo.py": ""}, []),
+        ("script-missing", {"a.sh": f"{RUN} src/grpo.py --lr 1\n", "src/grpo_image.py": ""},
          ["warning: a path that exists: `src/grpo_image.py`"]),
         ("not-exported", {"a.sh": f"WANDB_MODE=online\n{RUN} x.py\n"}, ["note: `export"]),
         ("not-exported", {"a.sh": f"WANDB_MODE=offline\n{RUN} x.py\n"}, ["warning: `export"]),

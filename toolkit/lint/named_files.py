@@ -53,12 +53,25 @@ _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
+# A folder by a variable, or a command, that is not one of a run's own files.
+_FOLDER = re.compile(r"^(?:\$\{?(?!\w*(?i:out|save|ckpt|checkpoint|model|data|run|exp|tmp))\w+\}?|\$\([^()]*\))/")
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
+
+
+def plain_path(named: str) -> str:
+    """Return a path without the variable, or the command, that gives its folder, and of a variable its default.
+
+    >>> plain_path("${ROOT}/ds.json"), plain_path("$(dirname $0)/ds.json"), plain_path("${1:-ds.json}")
+    ('ds.json', 'ds.json', 'ds.json')
+    """
+    named = re.sub(r"^\$\{\w+:-([^{}]*)\}$", r"\1", named)
+    return _FOLDER.sub("", named)
 
 
 def find_named(named: str, path: str) -> Path | None:
     """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
     the configuration's folder or one around it, where its author may start the program."""
+    named = plain_path(named[: MAX_PATH_LENGTH + 1])
     if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
         return None
     folder = Path(path).parent
@@ -85,7 +98,7 @@ def changed_folders(path: str) -> list[Path]:
 
 def source_of(script: str, path: str) -> tuple[str, str]:
     """Return the text of a script, and that of the Python files beside it; empty where it is not here."""
-    name = re.sub(r"^\$\{?\w+\}?/", "", script)
+    name = plain_path(script)
     name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
     parts, files = Path(name).parts, project_files(Path(path).absolute().parent)
     tails = ["/".join(parts[start:]) for start in range(max(1, len(parts) - 1))]  # the path may be another machine's
@@ -98,7 +111,7 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=64)
 def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     """Return the text of each script of a name that a project has, and that of the modules that it imports."""
-    name, folder = re.sub(r"^\$\{?\w+\}?/", "", script), Path(path).absolute().parent
+    name, folder = plain_path(script), Path(path).absolute().parent
     named = find_named(name, path) if name.endswith(".py") else None
     files = [*filter(None, [named]), *(each for each in project_files(folder) if each.name == Path(name).name)]
     found = []

@@ -177,7 +177,7 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     those of a loop accelerate raises."""
     for call in doc.script.launches:
         told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
-        file = find_named(re.sub(r"^\$\{?\w+\}?/", "", call.options.get("deepspeed-config-file") or ""), doc.path)
+        file = find_named(call.options.get("deepspeed-config-file") or "", doc.path)
         json = told.deepspeed_json if told and told.deepspeed_json else document.load_document(file) if file else None
         source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
         prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
@@ -229,12 +229,6 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             message = f"{shorten(named)} is not found from here"
             fix = "a path that exists" + (f": `{near}` is there" if near else "")
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
-        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
-        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
-        is_lost = is_plain and project_root(doc.folder) and not scripts_named(script, doc.path)
-        if near := _near_file(doc, script) if is_lost else None:
-            message, fix = f"{script} is not in the project", f"a path that exists: `{near}` is there"
-            yield Match("script", message, fix, line=call.line, level=WARNING)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
     places = [Path(), doc.folder, *doc.folder.parents[:4]]
@@ -243,7 +237,8 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
         found = f", but at {doc.fsdp_json.path}" if doc.fsdp_json else ""
         yield Match("fsdp_config", f"{shorten(named)} is not found from here{found}", "a path that exists")
     key, named = document.deepspeed_files(doc)
-    if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
+    is_said = named == doc.get(key) and named.endswith(".json")
+    if not is_said or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
     file = find_named(named, doc.path)
     start = file and next((each for each in file.parents if is_file(each / named)), None)
@@ -253,6 +248,18 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     if file and root and not start:  # one of the same name, beside the file; an absolute path is another machine's
         fix = f"`{os.path.relpath(file, root)}`"
     yield Match(key, message, fix, level=None if start or not (file and root) or Path(named).is_absolute() else ERROR)
+
+
+@rule(WARNING, *SCRIPTS, library="torch", fix="a path that exists")
+def script_missing(doc: Document) -> Iterator[Match]:
+    """The project has no script of this name, and one of a similar name."""
+    for call in doc.script.launches:
+        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
+        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
+        is_lost = is_plain and not scripts_named(script, doc.path)
+        if near := _near_file(doc, script) if is_lost else None:
+            message, fix = f"{script} is not in the project", f"a path that exists: `{near}` is there"
+            yield Match("script", message, fix, line=call.line)
 
 
 def _near_file(doc: Document, named: str) -> Path | None:

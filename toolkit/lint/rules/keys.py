@@ -100,6 +100,8 @@ def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | Non
     if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
         value = doc.get(name)
         close = [each for each in close if not has_wrong_type(known[each], value, block="", is_deepspeed=True)]
+        keys = value.keys() if isinstance(value, dict) else ()
+        close = [each for each in close if not keys or {*keys} & {*DEEPSPEED_BLOCKS.get(each, keys)}]
     return close, len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
 
 

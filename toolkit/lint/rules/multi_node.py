@@ -32,7 +32,7 @@ def several(doc: Document, *tools: str) -> list[LauncherCall]:
     """Return the calls of some launchers on several nodes: where the job has one, or may have, a variable is 1."""
     is_one = doc.script.nodes == 1 or (doc.kind == SBATCH and doc.script.nodes is None)
     calls_of = [call for call in calls(doc, *(tools or NODE_COUNT)) if on_several_nodes(call)]
-    return [call for call in calls_of if not (is_one and "$" in str(call.options[NODE_COUNT[call.tool]]))]
+    return [each for each in calls_of if not (is_one and re.search(r"\$|:", str(each.options[NODE_COUNT[each.tool]])))]
 
 
 def is_alone(call: LauncherCall) -> bool:
@@ -239,7 +239,7 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
 def elastic_without_restarts(doc: Document) -> Iterator[Match]:
     """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
-    for call in filter(is_elastic, calls(doc, "torchrun")):
+    for call in filter(is_elastic, several(doc, "torchrun")):
         if call.options.get("max-restarts", "0") == "0":
             message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
             yield Match("--max-restarts", message, "`--max-restarts 3`", line=call.line)
@@ -249,7 +249,7 @@ def elastic_without_restarts(doc: Document) -> Iterator[Match]:
 def elastic_shared_store(doc: Document) -> Iterator[Match]:
     """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    for call in filter(is_elastic, calls(doc, "torchrun")):
+    for call in filter(is_elastic, several(doc, "torchrun")):
         if not doc.script.mentions(rf"{variable}=[\"']?1"):
             fix = f"`export {variable}=1`"
             yield Match(variable, "a node that joins again meets the keys of the attempt before", fix, line=call.line)
@@ -345,16 +345,22 @@ def _granted(doc: Document, call: LauncherCall) -> int | None:
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_GPUS_ON_NODE, which is a number")
 def count_of_slurm(doc: Document) -> Iterator[Match]:
-    """`$SLURM_GPUS_PER_NODE` is what `--gpus-per-node` says, `a100:4` too, and unset without it (a warning)."""
+    """`$SLURM_GPUS_PER_NODE` is what `--gpus-per-node` says, `a100:4` too, and unset without it (a warning); so are
+    `$SLURM_GPUS` and `$SLURM_GPUS_PER_TASK`."""
     directives = doc.script.directives
-    value, is_said = directives.get("gpus-per-node", ("", 0))[0], "gpus-per-node" in directives
-    for call in doc.script.launches if not value.isdigit() else ():
+    for call in doc.script.launches:
         for name in COUNTS:
-            if re.fullmatch(r"\$\{?SLURM_GPUS_PER_NODE\}?", call.options.get(name) or ""):
-                why = f"{value}, which is no number" if is_said else "unset, unless sbatch is told --gpus-per-node"
-                message, level = f"$SLURM_GPUS_PER_NODE is {why}", None if is_said else WARNING
-                option = f"--{name.replace('-', '_')}"
-                yield Match(option, message, "`$SLURM_GPUS_ON_NODE`", line=call.line, level=level)
+            text = call.options.get(name) or ""
+            variable = re.fullmatch(r"\$(\w+)", text)  # which is computed, perhaps, from SLURM's
+            made = variable and next(doc.script.find(rf"^[ \t]*(?:export[ \t]+)?{variable[1]}=\S*\$\(\(.*\)\)"), None)
+            text, line = (made[0][0], made[1]) if made else (text, call.line)
+            found = re.search(r"(?<!\w)SLURM_(GPUS(?:_PER_NODE|_PER_TASK)?)(?![\w:])", text)
+            option = found[1].lower().replace("_", "-") if found else ""
+            value = directives.get(option, directives.get("G" if option == "gpus" else "", ("", 0)))[0]
+            if found and not value.isdigit():
+                why = f"{value}, which is no number" if value else f"unset, unless sbatch is told --{option}"
+                message, level = f"${found[0]} is {why}", None if value else WARNING
+                yield Match(f"--{name.replace('-', '_')}", message, "`$SLURM_GPUS_ON_NODE`", line=line, level=level)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")

@@ -130,6 +130,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             fix = f"`{instead}`" if instead else fix if is_hint else "remove it, or the version that has it"
         level = NOTE if is_manifest else level
         is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
+        is_off |= bool(doc.block(key)) and not any(doc.block(key).values())
         is_off |= doc.get(key) == AXOLOTL_DEFAULTS.get(key, ...) or (instead == "num_epochs" and doc.has("max_steps"))
         is_off |= doc.get(key) in ("none", ["none"]) and not doc.get("wandb_project")
         if program == "axolotl" and key.startswith("bnb_") and doc.get("adapter") != "qlora":

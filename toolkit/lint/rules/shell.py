@@ -9,7 +9,7 @@ from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobS
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
+from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.kubernetes import refusals
@@ -17,7 +17,7 @@ from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
 
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
-LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
+LOST = re.compile(r"\s*(2>&1|--[A-Za-z][\w-]*|\+*[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 ONLY_ASSIGNED = re.compile(r"\s*(?:export\s+)?(?>\w+=(?:\$\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s\"';&|])*+[\s\\]*)*+")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
@@ -37,6 +37,12 @@ READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
+# A server on a command of its own, outside of blocks, that does not end in `&`.
+SERVER = re.compile(
+    r"^(?:\w+=\S*[ \t]+)*(?:uv run |python3? -m )?(vllm serve|trl vllm-serve|(?:vllm|sglang)[\w.]*_server)\b"
+    r"(?!(?:[^\n]|(?<=\\)\n)*&[ \t]*(?:#[^\n]*)?$)",
+    re.MULTILINE,
+)
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -68,7 +74,8 @@ def lost_line(doc: Document) -> Iterator[Match]:
             found = FIRST_WORD.match(script.text, start, end)
         if found and not in_spans(start, words):
             follows = start == lost
-            lost = end
+            is_log = found[1].startswith(("2>", ">", "|"))
+            lost = lost if is_log else end
             if follows:
                 continue
             line, before = script.line_at(found.start(1)), script.text[:start]
@@ -86,7 +93,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
                 yield Match(found[1], f"{message} runs {found[1]} as a command", UNIX_ENDS, line=line)
                 return
-            yield Match(found[1], message, fix, line=line)
+            yield Match(found[1], message, fix, line=line, level=WARNING if is_log else None)
     for found, line in script.find(r"(?<=\s)\\[ \t]+(?=--?\w)") if script.calls else ():
         if not in_spans(found.start(), (*script.strings, *script.protected)):
             message = "is a word with a space to bash, and reaches the program as an argument"
@@ -384,6 +391,18 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
         if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):
             message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"
             yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="`&` behind it, and a wait until it answers")
+def server_in_front(doc: Document) -> Iterator[Match]:
+    """A server runs until it is stopped: bash does not come to the training behind it."""
+    last = max((call.line for call in doc.script.launches), default=0)
+    is_shell = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)  # others have containers, which run at once
+    for found in SERVER.finditer(doc.script.text) if is_shell else ():
+        line = doc.script.line_at(found.start(1))
+        if line < last and not in_spans(found.start(1), (*doc.script.strings, *doc.script.protected)):
+            message = "runs until it is stopped: the training behind it never starts"
+            yield Match(found[1], message, "`&` at its end, and a wait until it answers", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
