@@ -526,6 +526,10 @@ def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tm
     assert fixed_text(tmp_path / name) == files[name]
 
 
+ONE_OPTION = "p = ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
+BETAS = "torchrun x.py --deepspeed ds.json --bf16 true --output_dir o --adam_beta1 0.9 --adam_beta2 0.95"
+PART = AXOLOTL.replace("base_model: a/b", "sequence_len: 8")
+ZERO_BLOCK = f"{DEEPSPEED}  zero_stage: 2\n  zero_optimization: {{overlap_comm: 1, stage: "
 EMPTY = "compute_environment: LOCAL_MACHINE\ndistributed_type:\nnum_processes: 1\n"
 TO_ARGV = "d = yaml.safe_load(f)\nextra = []\nfor k, v in d.items():\n    extra += ['--' + k, str(v)]\n"
 TO_ARGV += "sys.argv = sys.argv[:1] + extra\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
@@ -616,6 +620,29 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("unknown-trl-setting", OWN_RECIPE | {"sft.py": "cfg = yaml.safe_load(f)\nprint(cfg['my_datasets'])\n"}, []),
         ("shell-slip", {"a.sh": f'D=f"{{root}}/data"\n{RUN} x.py --data $D\n'}, ["error: `\"${NAME}\"`"]),
         ("shell-slip", {"a.sh": f'D="${{root}}/data"\n{RUN} x.py --data $D\n'}, []),
+        ("unknown-deepspeed-key", {"a.json": zero(mixed_precision="fp16", fp16={"enabled": "true"})}, ["note"]),
+        ("unknown-deepspeed-key", {"a.json": zero(mixed_precision="fp16")}, ["error"]),
+        ("refused-value", {"a.sh": "H=\nP=\ntorchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint=$H:$P x.py\n"}, []),
+        ("unknown-script-option", {"a.sh": "deepspeed --launcher OpenMPI x.py --lr 1\n", "x.py": ONE_OPTION}, []),
+        ("unknown-script-option", {"a.sh": "deepspeed x.py --lr 1\n", "x.py": ONE_OPTION}, ["deepspeed passes"]),
+        ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py\n"}, ["warning"]),
+        ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py --lr $a\n"}, ["error"]),
+        ("not-exported", {"a.sh": f"C=(env\n  OMP_NUM_THREADS=1\n  torchrun x.py)\n{RUN} x.py\n"}, []),
+        ("unknown-variable", {"a.sh": f"export ACCELERATE_USE_KT=false\n{RUN} x.py\n"}, []),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python -c 'import x'\n"}, []),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python x.py\n", "x.py": "subprocess.run(['srun'])\n"}, ["note"]),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python x.py\n", "x.py": "train()\n"}, ["warning"]),
+        ("unknown-trl-setting", {"a.yaml": f"{TRL}max_seq_length: 9\n", "setup.py": "git+https://github.com/me/trl"},
+         ["note"]),
+        ("unknown-nested-key", {"a.yaml": f"{ZERO_BLOCK}2}}\n"}, ["warning"]),
+        ("unknown-nested-key", {"a.yaml": f"{ZERO_BLOCK}3}}\n"}, ["error"]),
+        ("refused-by-axolotl", {"a.yaml": f"{PART}adapter: qlora\n"}, ["note"]),
+        ("not-auto", {"a.sh": f"{BETAS}\n", "ds.json": zero(
+            optimizer={"type": "Adam", "params": {"betas": [0.9, 0.95]}})}, []),
+        ("optimizer-of-json", {"a.sh": f"{BETAS} --learning_rate 1 --x $Y\n", "ds.json": zero(
+            scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}})}, ["", "error"]),
+        ("unknown-word", {"a.json": zero(scheduler={"type": "cosine", "params": {"warmup_ratio": 0.1}})},
+         ["error: remove it, and set `lr_scheduler_type`"]),
     ],
 )  # fmt: skip
 def test_what_is_said_fits_the_program_and_the_place(

@@ -691,7 +691,8 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
     blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
     if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
-        return DEEPSPEED if len(data.keys() & DEEPSPEED_BLOCKS[""].keys()) * 2 >= len(data) else None
+        others, has_batch = data.keys() - KNOWN_KEYS[DEEPSPEED], any("batch" in key for key in data)
+        return DEEPSPEED if not others or (has_batch and len(others) * 2 <= len(data)) else None
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     is_hydras = bool(data.keys() & {"defaults", "_target_"})  # a part of another program's configuration
     if not is_hydras and any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):

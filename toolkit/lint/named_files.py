@@ -51,6 +51,8 @@ _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
 _SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
+# Whose repositories the libraries are: others have forks.
+OFFICIAL = "huggingface|microsoft|deepspeedai|hiyouga|modelscope|axolotl-ai-cloud|OpenAccess-AI|volcengine|OpenRLHF"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
 # A folder by a variable, or a command, that is not one of a run's own files.
@@ -360,9 +362,12 @@ def has_own_loop(folder: Path) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def has_own_copy(folder: Path, library: str) -> bool:
-    """Return True where a project has a library's own modules, of whatever version."""
+    """Return True where a project has a library's own modules, of whatever version, or installs a fork."""
     mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
-    return library in _OWN_COPIES and any(mark.search(str(each)) for each in project_files(folder))
+    name = library.replace("llamafactory", "llama-?factory")
+    fork = re.compile(rf"github\.com/(?!{OFFICIAL})[\w-]+/{name}(?:\.git)?\b", re.IGNORECASE)
+    is_fork = any(fork.search(text) for place in _project(folder) for text in _requirements(place))
+    return library in _OWN_COPIES and (is_fork or any(mark.search(str(each)) for each in project_files(folder)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -74,6 +74,9 @@ def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
         return False
     field = OF_AXOLOTL.get(field, field) if reader.kind == AXOLOTL else field
     here = True if reader.kind == AXOLOTL and reader.get(field) == "auto" else reader.get(field)  # on a GPU with bf16
+    if " and " in field:
+        both = zip(field.split(" and "), DEFAULTS[key], strict=True)
+        return value == [as_float(reader.get(name, default)) for name, default in both]
     as_one = as_bool if key.endswith(".enabled") else as_float
     return as_one(here) is not None and as_one(here) == as_one(value)
 
@@ -194,8 +197,9 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=NOTE if is_same else None)
-    reader = trainer_of(doc)
-    level = ERROR if reader and reader.has("learning_rate") else None if reader else settings.level_for_trainer(doc)
+    reader, told = trainer_of(doc), bool(doc.named_by and doc.named_by.kind == TRAINER)
+    told &= bool(doc.named_by and doc.named_by.has("learning_rate"))
+    level = ERROR if told else None if reader else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)

@@ -177,7 +177,10 @@ def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
         return replace(found, level=NOTE)
     if _holds_anyway(doc, name, value):
         return replace(found, level=NOTE, fix="remove it" if found.rename is None else found.fix)
-    return found if {name, meant} & {*LINT_TABLES["decides_training"]} else replace(found, level=WARNING)
+    stage, inner = as_int(doc.get("deepspeed_config.zero_stage")), value if isinstance(value, dict) else {}
+    decides = not (stage is not None and as_int(inner.get("stage")) == stage) and inner.keys() != {"type"}
+    decides &= bool({name, meant} & {*LINT_TABLES["decides_training"]})
+    return found if decides else replace(found, level=WARNING)
 
 
 def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
@@ -192,6 +195,7 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
     holds |= str(value).lower() in ("auto", "false", "none") or name in LINT_TABLES["only_logs"]
     holds |= doc.block("zero_optimization").get(name) == value  # where it is read
+    holds |= name == "mixed_precision" and as_bool(doc.get(f"{value}.enabled", False)) is not False
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 

@@ -8,7 +8,7 @@ from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import project_root, texts_of
+from toolkit.lint.named_files import project_root, source_of, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -260,7 +260,9 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 # Not what asks a node for its address: `$(srun ... hostname)`.
 STARTERS = r"(?<!\$\()(?<!`)\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
-PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
+PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./][\w./-]*)"
+STARTS_OTHERS = re.compile(r"\b(?:srun|ssh|subprocess|submitit|ray|Popen)\b")
+
 OTHER_STARTERS = (
     r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b|HOSTFILE="
 )
@@ -418,7 +420,10 @@ def only_first_node(doc: Document) -> Iterator[Match]:
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
     elif not script.launches and alone is not None:
-        yield Match("python", f"one of {script.nodes} nodes starts {alone[0][1]}", "`srun python ...`", line=alone[1])
+        source = source_of(alone[0][1], doc.path)[0]  # which may start the others
+        level = NOTE if STARTS_OTHERS.search(source or "ssh") else None
+        message = f"one of {script.nodes} nodes starts {alone[0][1]}"
+        yield Match("python", message, "`srun python ...`", line=alone[1], level=level)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")

@@ -110,8 +110,9 @@ def blank_in_assignment(doc: Document) -> Iterator[Match]:
     for start, end in script.commands if script.calls else ():
         found = BLANK_ASSIGNED.match(script.text, start, end)
         if found and not in_spans(start, words):
-            message = "blanks stand around `=`: bash assigns nothing"
-            yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
+            message, line = "blanks stand around `=`: bash assigns nothing", script.line_at(found.start(1))
+            is_read = found[1] in INHERITED or script.mentions(rf"\$\{{?{found[1]}\b|\bset[ \t]+-\w*e|\bexport\b")
+            yield Match(found[1], message, f"`{found[1]}=...`", line=line, level=None if is_read else WARNING)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="a value of that form")
@@ -133,7 +134,9 @@ def refused_value(doc: Document) -> Iterator[Match]:
         value, line = script.directives.get(name, ("", 0))
         said.append((f"--{name}", value.strip("\"'"), each, line))
     for name, value, each, line in said:
-        if value and not (is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)):
+        if value.strip(":") and not (
+            is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)
+        ):
             library = each.get("library", "torch")
             message, level = f"{shorten(value)} {each['effect']}", each.get("level")
             yield Match(name, message, each["fix"], line=line, library=library, level=level)
@@ -168,7 +171,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
             is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
             if name not in names or name in reported or is_continued or quotes % 2:
                 continue
-            is_string = in_spans(found.start(), script.strings)
+            is_string = in_spans(found.start(), arrays_and_strings(script))
             if is_string or script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
                 continue
             if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
@@ -191,6 +194,7 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
     for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
         used = _is_read(doc, found[1]) or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
+        used |= found[3].startswith(("KT_", "USE_KT"))  # of accelerate-kt
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
@@ -373,6 +377,12 @@ def option_without_dashes(doc: Document) -> Iterator[Match]:
                 yield Match(word, f"{word} is no option {missing}: it is refused", f"`--{name}`", line=call.line)
 
 
+def passes_local_rank(call: LauncherCall) -> bool:
+    """Return True for `deepspeed`, unless MPI or SLURM starts the ranks, or an option says that it passes none."""
+    is_own = (call.options.get("launcher") or "pdsh").lower() == "pdsh"
+    return call.tool == "deepspeed" and is_own and "no-local-rank" not in call.options
+
+
 @rule(ERROR, *SCRIPTS, library="transformers", fix="an option that the script has")
 def unknown_script_option(doc: Document) -> Iterator[Match]:
     """A parser refuses an option that the script does not have; `deepspeed` passes `--local_rank=N` too."""
@@ -387,8 +397,7 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
                 fix = "remove it" if value is None else "the script's own name for it, or remove it"
                 fix = f"`--{close}`" if close else fix
                 yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
-        passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
-        if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):
+        if passes_local_rank(call) and scripts and all(is_refused("--local_rank", *each) for each in scripts):
             message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"
             yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
 
@@ -514,7 +523,7 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` first, where LLaMA-Factory and transformers' examples look for the file."""
     for call in doc.script.launches:
         first = file_behind(call)
-        if call.tool != "deepspeed" or not first or "no-local-rank" in call.options:
+        if not (first and passes_local_rank(call)):
             continue
         source = source_of(call.script or "", doc.path)[0]
         reads = r"\bargv\b|\brun_exp\b" + ("" if source else r"|\bsrc/train\.py|\brun_\w+\.py$")

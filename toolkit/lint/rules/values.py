@@ -314,9 +314,9 @@ def _other_words(doc: Document) -> Iterator[Match]:
         elif is_word and fold(str(value)) not in map(fold, words):
             near = _near_words(str(value)[:100], words)[:1] if key == "scheduler.type" else []
             takes = launcher_tables()["parameters"].get(*near, ()) if near else ()
-            has_others = takes and doc.block("scheduler.params").keys() - {*takes}  # which it would refuse
-            with_these = f"`{''.join(near)}`, with {', '.join(takes)}"
-            fix = f"remove it, and set `lr_scheduler_type`; or {with_these}" if has_others else None
+            has_others = near and doc.block("scheduler.params").keys() - {*takes}  # which it may refuse
+            with_these = f"; or `{near[0]}`, with {', '.join(takes)}" if takes else ""
+            fix = f"remove it, and set `lr_scheduler_type`{with_these}" if has_others else None
             is_unread = key == "optimizer.type" and occurs(OWN_OPTIMIZER, doc.reader_source)
             level, otherwise = NOTE if is_unread else None, table.get("otherwise", "it raises")
             yield from _not_a_word(place, value, words, otherwise, fix=fix, level=level)
