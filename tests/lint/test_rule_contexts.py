@@ -528,6 +528,7 @@ def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tm
 
 ONE_OPTION = "p = ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
 BETAS = "torchrun x.py --deepspeed ds.json --bf16 true --output_dir o --adam_beta1 0.9 --adam_beta2 0.95"
+OF_SFT = "TrlParser((SFTConfig,)).parse_args_and_config()\n"
 PART = AXOLOTL.replace("base_model: a/b", "sequence_len: 8")
 ZERO_BLOCK = f"{DEEPSPEED}  zero_stage: 2\n  zero_optimization: {{overlap_comm: 1, stage: "
 EMPTY = "compute_environment: LOCAL_MACHINE\ndistributed_type:\nnum_processes: 1\n"
@@ -625,6 +626,12 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("refused-value", {"a.sh": "H=\nP=\ntorchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint=$H:$P x.py\n"}, []),
         ("unknown-script-option", {"a.sh": "deepspeed --launcher OpenMPI x.py --lr 1\n", "x.py": ONE_OPTION}, []),
         ("unknown-script-option", {"a.sh": "deepspeed x.py --lr 1\n", "x.py": ONE_OPTION}, ["deepspeed passes"]),
+        ("unknown-script-option", {"a.sh": f"{RUN} x.py --mine 1\n", "x.py": f"from trl import SFTConfig\n{OF_SFT}"},
+         ["refuses it"]),
+        ("unknown-script-option", {"a.sh": f"{RUN} x.py --mine 1\n", "x.py": f"from trl import SFTConfig\n{OF_SFT}",
+                                   "trl/trainer/sft_config.py": "class SFTConfig:\n    mine: int\n"}, []),
+        ("folder-made-too-late", {"a.sh": '#SBATCH --output=logs/a\nif [ -z "$SLURM_JOB_ID" ]; then\nmkdir -p logs; '
+                                  'sbatch "$0"; exit\nfi\ntorchrun x.py\n'}, []),
         ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py\n"}, ["warning"]),
         ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py --lr $a\n"}, ["error"]),
         ("not-exported", {"a.sh": f"C=(env\n  OMP_NUM_THREADS=1\n  torchrun x.py)\n{RUN} x.py\n"}, []),

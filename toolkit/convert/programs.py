@@ -227,7 +227,7 @@ def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
         return TOOLKIT
     for each in FOREIGN:
         decisive = OPEN_INSTRUCT_KEYS if each == OPEN_INSTRUCT else program_schema(each).decisive
-        least = 2 if script and each == "ms-swift" else 1  # any script may have a `train_type`
+        least = 2 if script and each == "ms-swift" and "swift" not in name else 1  # any script has a `train_type`
         if len(keys & {*decisive}) >= least or each.replace("-", "") in name:
             return each
     if script.startswith("swift "):

@@ -348,16 +348,21 @@ def occurs(pattern: re.Pattern[str], text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def has_own_loop(folder: Path) -> bool:
     """Return True where the Python files nearest to a folder train with accelerate or DeepSpeed, without a Trainer."""
-    places = (folder, *folder.parents)[:MAX_LEVELS]
-    files = project_files(places[0])
-    for place in places if files else ():
-        source = texts_of([each for each in files if place in each.parents])
-        # The words first: a pattern takes seconds in the sources of many projects.
-        if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
-            return False
-        if "Accelerator(" in source or "deepspeed.initialize(" in source:
-            return True
+    files = project_files(folder)
+    for place in (folder, *folder.parents)[:MAX_LEVELS] if files else ():
+        found = {_trains_with(each) for each in files if str(each).startswith(f"{place}/")}
+        if found & {True, False}:
+            return True not in found
     return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _trains_with(file: Path) -> bool | None:
+    """Return True for a file that trains with a Trainer, False for one with a loop of its own, None for another."""
+    source = texts_of([file])
+    if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
+        return True
+    return False if "Accelerator(" in source or "deepspeed.initialize(" in source else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -336,7 +336,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
 
 def _drops_extra(source: str) -> bool:
     """Return True where a project's code passes over what its dataclasses lack, and none of its parsers refuses it."""
-    return DROPS_EXTRA.search(source) is not None and not re.search(r"\.parse_args_and_config\(\s*\)", source)
+    return occurs(DROPS_EXTRA, source) and not occurs(re.compile(r"\.parse_args_and_config\(\s*\)"), source)
 
 
 def _may_not_reach_trainer(doc: Document, name: str) -> bool:
@@ -345,13 +345,13 @@ def _may_not_reach_trainer(doc: Document, name: str) -> bool:
     source = doc.reader_source
     if doc.is_declared(name) or doc.is_read_in_parts or _drops_extra(source):
         return True
-    if PARSES_WHOLE.search(source):
+    if occurs(PARSES_WHOLE, source):
         return False
-    if DROPS_UNKNOWN.search(source):
+    if occurs(DROPS_UNKNOWN, source):
         return True
     if name in source:
-        return doc.is_read(name) and not re.search(rf"\b{name}\s*=(?!=)", source)
-    return not PASSES_ALL.search(source) and sum(map(doc.is_read, doc.data)) > 1
+        return doc.is_read(name) and not occurs(re.compile(rf"\b{name}\s*=(?!=)"), source)
+    return not occurs(PASSES_ALL, source) and sum(map(doc.is_read, doc.data)) > 1
 
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:

@@ -8,7 +8,7 @@ from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import project_root, source_of, texts_of
+from toolkit.lint.named_files import project_root, project_source, source_of, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -376,7 +376,8 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") and line in own else ""
         makes = rf"(?m)\bmkdir\b.*[ \"'](?:\./?|/|\$\{{?(?:{entered})\}}?/)?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and "%" not in folder and doc.script.mentions(makes)
-        if not made or any((each / folder).is_dir() for each in places):
+        submits = doc.script.mentions(r"\bsbatch\b.*\$\{?(?:0|BASH_SOURCE)\b")  # itself, once the folder is there
+        if not made or submits or any((each / folder).is_dir() for each in places):
             continue
         near = {doc.folder, project_root(doc.folder) or doc.folder}
         before = [each for place in near for each in (*place.glob("*.sh"), *place.glob("README*"))]
@@ -421,7 +422,8 @@ def only_first_node(doc: Document) -> Iterator[Match]:
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
     elif not script.launches and alone is not None:
         source = source_of(alone[0][1], doc.path)[0]  # which may start the others
-        level = NOTE if STARTS_OTHERS.search(source or "ssh") else None
+        starts = STARTS_OTHERS.search(source or "ssh") or "srun" in project_source(doc.folder)
+        level = NOTE if starts else None
         message = f"one of {script.nodes} nodes starts {alone[0][1]}"
         yield Match("python", message, "`srun python ...`", line=alone[1], level=level)
 

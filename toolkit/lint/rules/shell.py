@@ -388,6 +388,8 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
     """A parser refuses an option that the script does not have; `deepspeed` passes `--local_rank=N` too."""
     for call in doc.script.calls:
         scripts = scripts_named(call.script or "", doc.path) if call.tool not in PROGRAMS else []
+        if any(re.search(r"\b(?:HfArgument|Trl)Parser\(", each) for each, _ in scripts):
+            scripts = [] if any(map(doc.has_own_copy, ("trl", "transformers"))) else scripts  # whose classes differ
         written = [word for word in call.words if re.match(r"--\w[^\s$]*(?:=|$)", word)] if scripts else []
         for word in dict.fromkeys(written):
             name = word.partition("=")[0]

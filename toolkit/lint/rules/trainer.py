@@ -90,7 +90,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in defaults.items())
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
     if group is not None and group < 2 and not of_swift:
-        yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
+        message, fix = f"{group} is refused: an advantage compares at least 2 completions", "2, and a batch of 2"
+        yield Match("num_generations", message, fix)
     elif group and per_gpu and accumulation and doc.is_complete and batch is None:
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
