@@ -197,9 +197,9 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=NOTE if is_same else None)
-    reader, told = trainer_of(doc), bool(doc.named_by and doc.named_by.kind == TRAINER)
-    told &= bool(doc.named_by and doc.named_by.has("learning_rate"))
-    level = ERROR if told else None if reader else settings.level_for_trainer(doc)
+    namer = doc.named_by
+    is_told = namer is not None and namer.kind == TRAINER and namer.has("learning_rate")
+    level = ERROR if is_told else None if trainer_of(doc) else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
