@@ -320,7 +320,7 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.", "/no/ds."), "ds.json": zero()}, "note"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "warning"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
-        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "error"),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, None),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
@@ -529,6 +529,7 @@ def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tm
 ONE_OPTION = "p = ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
 BETAS = "torchrun x.py --deepspeed ds.json --bf16 true --output_dir o --adam_beta1 0.9 --adam_beta2 0.95"
 OF_SFT = "TrlParser((SFTConfig,)).parse_args_and_config()\n"
+SIZES = " ".join(f"actor_rollout_ref.{each}_micro_batch_size_per_gpu=1" for each in ("actor.ppo", "rollout.log_prob"))
 PART = AXOLOTL.replace("base_model: a/b", "sequence_len: 8")
 ZERO_BLOCK = f"{DEEPSPEED}  zero_stage: 2\n  zero_optimization: {{overlap_comm: 1, stage: "
 EMPTY = "compute_environment: LOCAL_MACHINE\ndistributed_type:\nnum_processes: 1\n"
@@ -611,7 +612,7 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
          ["note: `ds.json`"]),
         ("wrong-deepspeed-type", {"a.yaml": "# of a cluster\n" + zero(optimizer={"type": "AdamW", "params": {"lr": 0}})
                                   .replace('"lr": 0', '"lr": 1e-5')}, []),
-        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["warning"]),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["error"]),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --exclusive -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, []),
         ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl @ git+https://github.com/huggingface/trl.git@main'"},
          ["warning: if you run trl 0.19.0 or newer: the script's"]),
@@ -630,6 +631,27 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
          ["refuses it"]),
         ("unknown-script-option", {"a.sh": f"{RUN} x.py --mine 1\n", "x.py": f"from trl import SFTConfig\n{OF_SFT}",
                                    "trl/trainer/sft_config.py": "class SFTConfig:\n    mine: int\n"}, []),
+        ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun deepspeed --num_gpus=4 x.py\n"}, ["no hostfile"]),
+        ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun deepspeed --hostfile=h x.py\n"}, []),
+        ("shell-slip", {"a.sbatch": "#!/bin/sh\n#SBATCH --container-image=${IMAGE}\ntorchrun x.py\n"}, ["stays as"]),
+        ("no-batch-size", {"a.sh": "torchrun x.py --deepspeed a.json --bf16 true --output_dir o --x $Y\n",
+                           "a.json": '{"zero_optimization": {"stage": 2}}'}, ["warning"]),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 x.py\n",
+                                      "x.py": "Trainer(model)\n"}, ["error"]),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}adapter: qlora\nbnb_4bit_compute_dtype: bfloat16\n"},
+         ["note"]),
+        ("differs-from-json", {"a/b/c/d/e/f/a.sh": "torchrun x.py --deepspeed c/ds.json --output_dir o --bf16 true\n",
+                               "c/ds.json": zero(bf16={"enabled": False})}, ["True here, False"]),
+        ("lost-line", {"a.sbatch": "#SBATCH --nodes=1\npython x.py \\ \n  --device auto\n"}, ["runs --device"]),
+        ("not-exported", {"a.sh": f"WANDB_MODE=${{WANDB_MODE:-offline}}\n{RUN} x.py\n"}, ["warning"]),
+        ("differs-from-json", {"a.sh": "CUDA_VISIBLE_DEVICES=5,7 deepspeed x.py --deepspeed ds.json --output_dir o "
+                               "--bf16 true --per_device_train_batch_size 4 --gradient_accumulation_steps 4\n",
+                               "ds.json": zero(train_batch_size=16)}, ["4 x 4 x 2 here, 16"]),
+        ("wrong-argument-type", {"a.yaml": f"{TRAINER}warmup_steps: 0.1\n", "setup.py": "'transformers==4.39.3'"},
+         ["error: `warmup_ratio: 0.1`"]),
+        ("wrong-argument-type", {"a.yaml": f"{TRAINER}warmup_steps: 0.1\n", "setup.py": "'transformers'"}, []),
+        ("refused-by-verl", {"a.sh": f"{VERL} {SIZES} actor_rollout_ref.actor.use_kl_loss=True\n"},
+         ["ref.log_prob_micro", "critic.ppo_micro"]),
         ("folder-made-too-late", {"a.sh": '#SBATCH --output=logs/a\nif [ -z "$SLURM_JOB_ID" ]; then\nmkdir -p logs; '
                                   'sbatch "$0"; exit\nfi\ntorchrun x.py\n'}, []),
         ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py\n"}, ["warning"]),

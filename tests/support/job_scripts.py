@@ -48,7 +48,7 @@ def changed(text: str, old: str, new: str) -> str:
 EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 "
-VERL += "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 "
+VERL += "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 "
 OPENRLHF = (
     "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft \\\n  --train_batch_size 256 --micro_train_batch_size 2\n"
 )

@@ -77,11 +77,18 @@ def find_named(named: str, path: str) -> Path | None:
     if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
         return None
     folder = Path(path).parent
-    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
+    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(_depth(path))]
     changed = (each / named for each in changed_folders(path))
     candidates = [*changed, Path(named), *(each / named for each in around), folder / Path(named).name]
     file = next(filter(is_file, candidates), None)
     return None if file is None else Path(os.path.normpath(file))  # one name for a file that several name
+
+
+def _depth(path: str) -> int:
+    """Return how many folders around a file may be its project's: at least five, and those up to the root."""
+    folder = Path(path).absolute().parent
+    root = project_root(folder)
+    return 5 if root is None else max(5, len(folder.parts) - len(root.parts) + 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,7 +97,7 @@ def changed_folders(path: str) -> list[Path]:
     text = texts_of([Path(path)]) if path.endswith(SCRIPT_SUFFIXES) else ""
     named = {*re.findall(r"^[ \t]*(?:cd|pushd)[ \t]+[\"']?([^\s\"';&|]+)", text, re.MULTILINE)}
     is_one = len(named) == 1 and re.fullmatch(r"\w[\w./-]*|\./[\w./-]+", *named)
-    starts = (Path(), *(Path(path).parent / ("../" * levels) for levels in range(5))) if is_one else ()
+    starts = (Path(), *(Path(path).parent / ("../" * levels) for levels in range(_depth(path)))) if is_one else ()
     places = (Path(os.path.normpath(start / name)) for start in starts for name in named)
     return [each for each in dict.fromkeys(places) if each.is_dir()]
 
@@ -370,7 +377,7 @@ def has_own_copy(folder: Path, library: str) -> bool:
     """Return True where a project has a library's own modules, of whatever version, or installs a fork."""
     mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
     name = library.replace("llamafactory", "llama-?factory")
-    fork = re.compile(rf"github\.com/(?!{OFFICIAL})[\w-]+/{name}(?:\.git)?\b", re.IGNORECASE)
+    fork = re.compile(rf"github\.com/(?!{OFFICIAL})[\w-]+/{name}(?:\.git)?(?![\w-])", re.IGNORECASE)
     is_fork = any(fork.search(text) for place in _project(folder) for text in _requirements(place))
     return library in _OWN_COPIES and (is_fork or any(mark.search(str(each)) for each in project_files(folder)))
 

@@ -68,7 +68,10 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         or (doc.named_by is not None and bool(as_bool(doc.named_by.get("gradient_checkpointing"))))
     ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
-    "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
+    "gets_batch_size": lambda doc: (
+        any(settings.names_word(doc, word) for word in BATCH_SIZES) or "lightning" in doc.reader_source
+    ),
+    "has_trainer": lambda doc: settings.trainer_of(doc) is not None,
     "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,

@@ -1,6 +1,7 @@
 """Rules about a DeepSpeed JSON, and about the YAML that names it: what conflicts, is ignored, or fails later."""
 
 import contextlib
+import math
 import os.path
 import re
 from collections.abc import Iterator
@@ -235,7 +236,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
-    places = [Path(), doc.folder, *doc.folder.parents[:4]]
+    places = [Path(), doc.folder, *doc.folder.parents[:8]]
     is_there = any(is_file(each / named) for each in places) or doc.text.count(Path(named).name) > 1
     if named.endswith(".json") and "$" not in named and not is_there:
         found = f", but at {doc.fsdp_json.path}" if doc.fsdp_json else ""
@@ -268,7 +269,7 @@ def script_missing(doc: Document) -> Iterator[Match]:
 
 def _near_file(doc: Document, named: str) -> Path | None:
     """Return the file of a similar name, and kind, in the folder that a path names, or beside a script."""
-    places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:8]) if "/" in named else (doc.folder,)
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
@@ -383,6 +384,12 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
             continue  # a share of steps that are not known, and 0 is 1 in newer versions
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
+    counts = [as_int(doc.get(name)) for name in (OWNED_BY_TRAINER[BATCH_KEYS[1]], BATCH_KEYS[2])]
+    counts, total = [*counts, processes_of(doc)], as_int(json.get(BATCH_KEYS[0]))
+    product = math.prod(each or 0 for each in counts)
+    if total and product and product != total:
+        factors = " x ".join(map(str, counts))
+        yield Match("per_device_train_batch_size", f"{factors} here, {total} in {BATCH_KEYS[0]}", fix)
     for name in ("bf16", "fp16"):
         is_known = doc.program == "transformers" and doc.is_complete and not doc.has(f"{name}_full_eval")
         flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))

@@ -173,6 +173,9 @@ def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     if found.level is not None:
         return found
     meant = found.rename or found.fix.strip("`")
+    field, namer = OWNED_BY_TRAINER.get(meant), doc.named_by
+    if field and namer is not None and namer.kind == TRAINER and namer.has(field):
+        found = replace(found, fix=f"remove it: `{field}` decides", rename=None)
     if _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
         return replace(found, level=NOTE)
     if _holds_anyway(doc, name, value):
@@ -202,6 +205,7 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
 def _is_chosen_anyway(doc: Document, name: str, value: Any) -> bool:
     """Return True for what a Trainer's argument, or its default, says."""
     field, reader, source = OWNED_BY_TRAINER.get(name), settings.trainer_of(doc), doc.reader_source
+    reader = reader or (doc.named_by if doc.named_by is not None and doc.named_by.kind == TRAINER else None)
     is_known = field and (reader is not None or (occurs(A_TRAINER, source) and field not in source))
     said = (reader or doc).get(field, DEFAULTS.get(name)) if is_known else None
     return as_float(value) is not None and as_float(value) == as_float(said) and not settings.is_without_trainer(doc)

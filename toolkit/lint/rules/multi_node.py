@@ -96,8 +96,17 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--nnodes, or --num_machines for accelerate")
 def each_node_alone(doc: Document) -> Iterator[Match]:
-    """torchrun without `--nnodes`, and accelerate without `--num_machines`, train alone on each node."""
+    """torchrun without `--nnodes`, accelerate without `--num_machines`, and deepspeed without a hostfile, train alone
+    on each node."""
     nodes = doc.script.nodes or 1
+    for call in calls(doc, "deepspeed") if nodes > 1 else ():
+        told = call.options.keys() & {"hostfile", "num-nodes", "launcher", "include"} or is_alone(call)
+        if re.search(r"\bsrun\b", call.before) and not told and not doc.script.mentions("hostfile|HOSTFILE"):
+            message, fix = (
+                f"{nodes} nodes start a training each: it has no hostfile",
+                "`srun torchrun`, or one deepspeed with it",
+            )
+            yield Match(call.tool, message, fix, line=call.line, library="deepspeed")
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
         is_set = doc.script.mentions(r"\bPET_NNODES=")  # which accelerate hands over to torchrun's parser too
@@ -368,7 +377,7 @@ def count_of_slurm(doc: Document) -> Iterator[Match]:
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
 def folder_made_too_late(doc: Document) -> Iterator[Match]:
     """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once."""
-    places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:8])
     script = doc.script
     own = {script.line_at(start) for start, _ in script.commands if script.text[start : start + 1] == "#"}
     entered = "|".join(["SLURM_SUBMIT_DIR", *re.findall(r"(?m)^[ \t]*cd[ \t]+\W*(\w+)", script.text)])
@@ -428,7 +437,7 @@ def only_first_node(doc: Document) -> Iterator[Match]:
         yield Match("python", message, "`srun python ...`", line=alone[1], level=level)
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")
+@rule(ERROR, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")
 def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts a rank per GPU itself. With a task per GPU, srun starts it as often."""
     script = doc.script

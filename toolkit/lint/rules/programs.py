@@ -23,6 +23,7 @@ OLDEST_SWIFT = "3.0.0"  # no version from there on had the older names
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 # Of what an unknown name stands for, and names of what is reported, not trained.
 AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+AXOLOTL_DEFAULTS |= {"bnb_4bit_compute_dtype": "bfloat16"}
 OF_REPORTS = ("wandb_", "project_name", "report_to", "logging_", "hub_")
 MOST_STRANGE = 2  # settings without a likeness, above which a project may read a file of axolotl itself
 

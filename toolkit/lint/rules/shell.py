@@ -68,7 +68,8 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
-    for (first, _), (start, end) in itertools.pairwise(((0, 0), *script.commands)) if script.calls else ():
+    is_job = script.calls or doc.kind == SBATCH
+    for (first, _), (start, end) in itertools.pairwise(((0, 0), *script.commands)) if is_job else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
@@ -172,7 +173,9 @@ def not_exported(doc: Document) -> Iterator[Match]:
             if name not in names or name in reported or is_continued or quotes % 2:
                 continue
             is_string = in_spans(found.start(), arrays_and_strings(script))
-            if is_string or script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
+            if is_string or script.mentions(
+                rf"(?<!\b{name}=)(?<!\b{name}=[\"'])\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"
+            ):
                 continue
             if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
                 continue
@@ -466,6 +469,8 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
             processes = as_int(call.options.get(option, file.get("num_processes") if is_one else None))
             level = ERROR if is_one else None  # a rank takes its GPU before the script does
         if gpus and processes and processes > count:
+            takes_own = re.search(r"Trainer\(|Accelerator\(|set_device\(", source_of(call.script or "", doc.path)[0])
+            level = ERROR if takes_own else level
             message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
             if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
                 message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"

@@ -130,6 +130,9 @@ def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
     if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
         included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
         return len(included[1].split(",")) if included else None
+    visible = re.findall(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)\b", call.before)[-1:]
+    if tool == "deepspeed" and visible and not {"num-gpus", "hostfile", "exclude", "num-nodes"} & options.keys():
+        return len(visible[0].split(","))
     if tool in PROCESSES_AND_NODES:
         per_node, nodes = PROCESSES_AND_NODES[tool]
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]

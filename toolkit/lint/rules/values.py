@@ -92,6 +92,10 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         if option := glued_number(doc, name):
             message = "is refused: the number is a part of the name"
             yield Match(name, message, f"`--{option}`", level=OF_OTHERS.get(doc.program))
+    warmup, older = as_float(doc.get("warmup_steps")) or 0, doc.pinned_below("transformers", "5.0.0")
+    if 0 < warmup < 1 and older and doc.program in OUR_PROGRAMS + FOREIGN:
+        message = f"{warmup:g} is no share in {older}, which takes it for a number of steps: no warmup"
+        yield Match("warmup_steps", message, f"`warmup_ratio: {warmup:g}`")
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
