@@ -320,7 +320,7 @@ def test_what_cannot_be_seen_from_the_file_is_a_note_that_says_so(
         ("deepspeed-file-missing", {"a.yaml": WITH_JSON.replace("ds.", "/no/ds."), "ds.json": zero()}, "note"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.11.1"}, "warning"),
         ("offload-param-below-stage-3", {"a.json": OFFLOAD, "requirements.txt": "deepspeed==0.9.5"}, "note"),
-        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "warning"),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4\nsrun deepspeed x.py\n"}, "error"),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, None),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": LOOP}, "error"),
         ("optimizer-of-json", {"a.sh": LOOP_RUN, "ds.json": OPTIMIZER, "x.py": f"{LOOP}DummyOptim(weights)\n"}, None),
@@ -451,7 +451,7 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
                                    "p.add_argument('--validation_step')\np.parse_args()\n"}, "`--validation_step`"),
         ("unknown-deepspeed-key", {"a.json": zero(stage3_gather_16bit_weights_on_model_save=False)}, "remove it"),
         ("refused-by-axolotl", {"a.yaml": f"{AXOLOTL}flash_attn_rms_norm: true\n"}, "remove it"),
-        ("shell-slip", {"a.sh": "torchrun x.py --bf16 \\\n\n  2>&1 | tee log\n"}, "backslash"),
+        ("lost-line", {"a.sh": "torchrun x.py --bf16 \\\n\n  2>&1 | tee log\n"}, "backslash"),
         ("auto-is-kept", {"a.json": zero(gradient_accumulation_steps=2, train_batch_size=4),
                           "x.py": OWN_LOOP, "setup.py": ""}, "a number"),
         ("refused-by-grpo", {"a.sh": "python x.py --per_device_train_batch_size 2 --gradient_accumulation_steps 1 "
@@ -484,7 +484,7 @@ def test_a_byte_order_mark_is_an_error_where_a_trainers_file_names_the_json(tmp_
          "`false`"),
         ("fsdp1-reshard-ignored", {"a.yaml": f"{FSDP2[:-2]}1\n  fsdp_reshard_after_forward: treu\n"}, "remove it"),
         ("wrong-type", {"a.yaml": f"{FSDP2}  fsdp_offload_params: flase\n"}, "`false`"),
-        ("deepspeed-file-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
+        ("script-missing", {"a.sh": "torchrun ppo_train.py --seed 1\n", "train_ppo.py": ""}, "`train_ppo.py`"),
         ("unknown-trl-setting", {"a.sh": "torchrun x.py --config b.yaml\n", "x.py": "import trl\n@dataclass\nclass Own:"
                                  "\n    size: int = 3\na = TrlParser((Own, trl.SFTConfig)).parse_args_and_config()\n",
                                  "b.yaml": f"{TRL}max_length: 9\nsize: 4\nsizes: 4\n"}, "remove it"),
@@ -526,6 +526,12 @@ def test_what_decides_something_is_not_fixed_by_itself(files: dict[str, str], tm
     assert fixed_text(tmp_path / name) == files[name]
 
 
+ONE_OPTION = "p = ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
+BETAS = "torchrun x.py --deepspeed ds.json --bf16 true --output_dir o --adam_beta1 0.9 --adam_beta2 0.95"
+OF_SFT = "TrlParser((SFTConfig,)).parse_args_and_config()\n"
+SIZES = " ".join(f"actor_rollout_ref.{each}_micro_batch_size_per_gpu=1" for each in ("actor.ppo", "rollout.log_prob"))
+PART = AXOLOTL.replace("base_model: a/b", "sequence_len: 8")
+ZERO_BLOCK = f"{DEEPSPEED}  zero_stage: 2\n  zero_optimization: {{overlap_comm: 1, stage: "
 EMPTY = "compute_environment: LOCAL_MACHINE\ndistributed_type:\nnum_processes: 1\n"
 TO_ARGV = "d = yaml.safe_load(f)\nextra = []\nfor k, v in d.items():\n    extra += ['--' + k, str(v)]\n"
 TO_ARGV += "sys.argv = sys.argv[:1] + extra\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
@@ -594,9 +600,9 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("unknown-parameter", {"a.json": zero(scheduler={"type": "WarmupCosineLR", "params": {
             "total_num_steps": 9, "cos_min_lr": 3e-5}})}, ["error: `cos_min_ratio`, a fraction"]),
         ("unknown-llama-factory-setting", {"a.yaml": f"{RECIPE}system: You are.\n"}, ["error: `default_system`"]),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/train.py --lr 1\n", "src/api.py": ""}, []),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/grpo_rec.py --lr 1\n", "src/grpo.py": ""}, []),
-        ("deepspeed-file-missing", {"a.sh": f"{RUN} src/grpo.py --lr 1\n", "src/grpo_image.py": ""},
+        ("script-missing", {"a.sh": f"{RUN} src/train.py --lr 1\n", "src/api.py": ""}, []),
+        ("script-missing", {"a.sh": f"{RUN} src/grpo_rec.py --lr 1\n", "src/grpo.py": ""}, []),
+        ("script-missing", {"a.sh": f"{RUN} src/grpo.py --lr 1\n", "src/grpo_image.py": ""},
          ["warning: a path that exists: `src/grpo_image.py`"]),
         ("not-exported", {"a.sh": f"WANDB_MODE=online\n{RUN} x.py\n"}, ["note: `export"]),
         ("not-exported", {"a.sh": f"WANDB_MODE=offline\n{RUN} x.py\n"}, ["warning: `export"]),
@@ -606,7 +612,7 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
          ["note: `ds.json`"]),
         ("wrong-deepspeed-type", {"a.yaml": "# of a cluster\n" + zero(optimizer={"type": "AdamW", "params": {"lr": 0}})
                                   .replace('"lr": 0', '"lr": 1e-5')}, []),
-        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["warning"]),
+        ("launcher-per-gpu", {"a.sbatch": "#SBATCH -N2 --ntasks-per-node=4 # A\nsrun deepspeed x.py\n"}, ["error"]),
         ("launcher-per-gpu", {"a.sbatch": "#SBATCH --exclusive -N2 # --ntasks-per-node=4\nsrun deepspeed x.py\n"}, []),
         ("unknown-trl-setting", OWN_RECIPE | {"setup.py": "'trl @ git+https://github.com/huggingface/trl.git@main'"},
          ["warning: if you run trl 0.19.0 or newer: the script's"]),
@@ -616,6 +622,56 @@ SUBMIT = "M=logs\nmkdir -p $M\ncat > j.sh <<E\n#SBATCH --output=$M/a.out\ntorchr
         ("unknown-trl-setting", OWN_RECIPE | {"sft.py": "cfg = yaml.safe_load(f)\nprint(cfg['my_datasets'])\n"}, []),
         ("shell-slip", {"a.sh": f'D=f"{{root}}/data"\n{RUN} x.py --data $D\n'}, ["error: `\"${NAME}\"`"]),
         ("shell-slip", {"a.sh": f'D="${{root}}/data"\n{RUN} x.py --data $D\n'}, []),
+        ("unknown-deepspeed-key", {"a.json": zero(mixed_precision="fp16", fp16={"enabled": "true"})}, ["note"]),
+        ("unknown-deepspeed-key", {"a.json": zero(mixed_precision="fp16")}, ["error"]),
+        ("refused-value", {"a.sh": "H=\nP=\ntorchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint=$H:$P x.py\n"}, []),
+        ("unknown-script-option", {"a.sh": "deepspeed --launcher OpenMPI x.py --lr 1\n", "x.py": ONE_OPTION}, []),
+        ("unknown-script-option", {"a.sh": "deepspeed x.py --lr 1\n", "x.py": ONE_OPTION}, ["deepspeed passes"]),
+        ("unknown-script-option", {"a.sh": f"{RUN} x.py --mine 1\n", "x.py": f"from trl import SFTConfig\n{OF_SFT}"},
+         ["refuses it"]),
+        ("unknown-script-option", {"a.sh": f"{RUN} x.py --mine 1\n", "x.py": f"from trl import SFTConfig\n{OF_SFT}",
+                                   "trl/trainer/sft_config.py": "class SFTConfig:\n    mine: int\n"}, []),
+        ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun deepspeed --num_gpus=4 x.py\n"}, ["no hostfile"]),
+        ("each-node-alone", {"a.sbatch": f"{TWO_NODES}srun deepspeed --hostfile=h x.py\n"}, []),
+        ("shell-slip", {"a.sbatch": "#!/bin/sh\n#SBATCH --container-image=${IMAGE}\ntorchrun x.py\n"}, ["stays as"]),
+        ("no-batch-size", {"a.sh": "torchrun x.py --deepspeed a.json --bf16 true --output_dir o --x $Y\n",
+                           "a.json": '{"zero_optimization": {"stage": 2}}'}, ["warning"]),
+        ("more-processes-than-gpus", {"a.sh": "CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 x.py\n",
+                                      "x.py": "Trainer(model)\n"}, ["error"]),
+        ("unknown-axolotl-setting", {"a.yaml": f"{AXOLOTL}adapter: qlora\nbnb_4bit_compute_dtype: bfloat16\n"},
+         ["note"]),
+        ("differs-from-json", {"a/b/c/d/e/f/a.sh": "torchrun x.py --deepspeed c/ds.json --output_dir o --bf16 true\n",
+                               "c/ds.json": zero(bf16={"enabled": False})}, ["True here, False"]),
+        ("lost-line", {"a.sbatch": "#SBATCH --nodes=1\npython x.py \\ \n  --device auto\n"}, ["runs --device"]),
+        ("not-exported", {"a.sh": f"WANDB_MODE=${{WANDB_MODE:-offline}}\n{RUN} x.py\n"}, ["warning"]),
+        ("differs-from-json", {"a.sh": "CUDA_VISIBLE_DEVICES=5,7 deepspeed x.py --deepspeed ds.json --output_dir o "
+                               "--bf16 true --per_device_train_batch_size 4 --gradient_accumulation_steps 4\n",
+                               "ds.json": zero(train_batch_size=16)}, ["4 x 4 x 2 here, 16"]),
+        ("wrong-argument-type", {"a.yaml": f"{TRAINER}warmup_steps: 0.1\n", "setup.py": "'transformers==4.39.3'"},
+         ["error: `warmup_ratio: 0.1`"]),
+        ("wrong-argument-type", {"a.yaml": f"{TRAINER}warmup_steps: 0.1\n", "setup.py": "'transformers'"}, []),
+        ("refused-by-verl", {"a.sh": f"{VERL} {SIZES} actor_rollout_ref.actor.use_kl_loss=True\n"},
+         ["ref.log_prob_micro", "critic.ppo_micro"]),
+        ("folder-made-too-late", {"a.sh": '#SBATCH --output=logs/a\nif [ -z "$SLURM_JOB_ID" ]; then\nmkdir -p logs; '
+                                  'sbatch "$0"; exit\nfi\ntorchrun x.py\n'}, []),
+        ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py\n"}, ["warning"]),
+        ("blank-in-assignment", {"a.sh": f"a = 1\n{RUN} x.py --lr $a\n"}, ["error"]),
+        ("not-exported", {"a.sh": f"C=(env\n  OMP_NUM_THREADS=1\n  torchrun x.py)\n{RUN} x.py\n"}, []),
+        ("unknown-variable", {"a.sh": f"export ACCELERATE_USE_KT=false\n{RUN} x.py\n"}, []),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python -c 'import x'\n"}, []),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python x.py\n", "x.py": "subprocess.run(['srun'])\n"}, ["note"]),
+        ("only-first-node", {"a.sbatch": f"{TWO_NODES}python x.py\n", "x.py": "train()\n"}, ["warning"]),
+        ("unknown-trl-setting", {"a.yaml": f"{TRL}max_seq_length: 9\n", "setup.py": "git+https://github.com/me/trl"},
+         ["note"]),
+        ("unknown-nested-key", {"a.yaml": f"{ZERO_BLOCK}2}}\n"}, ["warning"]),
+        ("unknown-nested-key", {"a.yaml": f"{ZERO_BLOCK}3}}\n"}, ["error"]),
+        ("refused-by-axolotl", {"a.yaml": f"{PART}adapter: qlora\n"}, ["note"]),
+        ("not-auto", {"a.sh": f"{BETAS}\n", "ds.json": zero(
+            optimizer={"type": "Adam", "params": {"betas": [0.9, 0.95]}})}, []),
+        ("optimizer-of-json", {"a.sh": f"{BETAS} --learning_rate 1 --x $Y\n", "ds.json": zero(
+            scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}})}, ["", "error"]),
+        ("unknown-word", {"a.json": zero(scheduler={"type": "cosine", "params": {"warmup_ratio": 0.1}})},
+         ["error: remove it, and set `lr_scheduler_type`"]),
     ],
 )  # fmt: skip
 def test_what_is_said_fits_the_program_and_the_place(

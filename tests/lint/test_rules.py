@@ -474,6 +474,7 @@ CASES = [
     Case("no-batch-size", "deepspeed: ds.json\noutput_dir: out\nbf16: true\n", "output_dir: out\nbf16: true\n",
          None, deepspeed_json='{"zero_optimization": {"stage": 2}}'),
 ]  # fmt: skip
+CASES += [Case("script-missing", "torchrun tain.py -a 1\n", "torchrun test.py -a 1\n", 1, "run.sh", script="main()\n")]
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]
 IDS = [f"{case.rule}-{index}" for index, case in enumerate(CASES)]

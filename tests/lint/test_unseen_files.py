@@ -15,6 +15,7 @@ from toolkit.lint.named_files import forget_projects, pinned_below
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nbeta: 0.1\nmax_length: 512\n"
 FACTORY = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ntemplate: qwen3\ncutoff_len: 512\n"
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 8\n"
 SWIFT = "swift sft --model a/b --tuner_type lora --split_dataset_ratio 0.1 --max_length 512"
 
 
@@ -1585,6 +1586,7 @@ def test_deepspeeds_configuration_is_known_without_a_zero_block_and_inside_of_a_
     blocks = {"optimizer": {"type": "Adam", "params": {}}, "fp16": {"enabled": True}}
     assert detect_kind({"train_batch_size": 8, **blocks}) == "deepspeed"
     assert detect_kind({"deepspeed_config": {"zero_optimization": {"stage": 2}, **blocks}}) is None
+    assert detect_kind({"fsdp": {"sharding_strategy": "FULL_SHARD"}, **blocks}) is None  # that of nobody
 
 
 @pytest.mark.parametrize(
@@ -1632,3 +1634,52 @@ def test_hydra_reads_an_exponent_and_a_blank_behind_a_backslash_loses_what_was_a
 def test_what_a_script_wrote_about_a_model_is_no_file_of_axolotl() -> None:
     answers = '{"base_model": "a/b", "adapter": "out/last", %s: [{}]}'
     assert [read_text(answers % key, "a.json").kind for key in ('"questions"', '"datasets"')] == [None, "axolotl"]
+
+
+@pytest.mark.parametrize("named", ["$ROOT/ds.json", '"${1:-ds.json}"', "$(pwd)/ds.json", "$OUT/ds.json"])
+def test_a_file_that_a_variable_names_is_read(named: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}')
+    words = "--bf16 true --output_dir o --gradient_accumulation_steps 4"
+    findings = lint(tmp_path, a__sh=f"DS={named}\ntorchrun x.py --deepspeed $DS {words}\n")
+    is_read = named[:4] != "$OUT"  # which the run may have written
+    assert ("differs-from-json" in {each.rule for each in findings}) == is_read
+
+
+def test_a_key_that_the_command_overrides_is_not_the_files(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nmain_process_ip: 127.0.0.1\n")
+    for words, is_said in (("--machine_rank $R", True), ("--main_process_ip $HEAD --machine_rank $R", False)):
+        findings = lint(tmp_path, a__sh=f"accelerate launch --config_file c.yaml {words} x.py --lr 1\n")
+        assert ("head-is-localhost" in {each.rule for each in findings}) == is_said
+
+
+def test_a_lost_log_is_a_warning_and_the_options_behind_it_an_error(tmp_path: Path) -> None:
+    findings = lint(tmp_path, a__sh="torchrun x.py \\\n  --seed 1\n2>&1 | tee log\n  --bf16\n")
+    assert levels(findings) == {"2>&1": "warning", "--bf16": "error"}
+
+
+def test_a_job_of_one_node_is_not_elastic(tmp_path: Path) -> None:
+    for nodes, is_said in ((1, False), (4, True)):
+        job = f"#SBATCH --nodes={nodes}\ntorchrun --nnodes=1:4 --rdzv_backend c10d --rdzv_endpoint $H:1 x.py\n"
+        rules = {each.rule for each in lint(tmp_path, a__sbatch=job)}
+        assert ({"elastic-without-restarts", "elastic-shared-store"} <= rules) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "said"),
+    [
+        ("a.json", '{"zero_optimization": {"stage": 2}, "checkpointing": {"profile": true}}', "checkpointing",
+         "warning: remove it"),
+        ("a.yaml", f"{AXOLOTL}datasets: [{{path: x, type: json}}]\n", "datasets", "error: the form of the rows"),
+        ("a.yaml", f"{AXOLOTL}datasets: []\nppo: {{rate: null}}\n", "ppo", "note: remove it"),
+        ("a.yaml", f"{AXOLOTL}datasets: []\ntokenizer_type: llama\n", "tokenizer_type", "warning: remove it, or the"),
+    ],
+)  # fmt: skip
+def test_a_fix_is_no_guess_by_a_name_alone(name: str, text: str, key: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    (finding,) = [each for each in lint_paths([tmp_path / name]).findings if each.key == key]
+    assert f"{finding.level}: {finding.fix}".startswith(said)
+
+
+def test_words_behind_a_script_that_is_not_here_are_not_those_of_swift(tmp_path: Path) -> None:
+    command = "torchrun tune.py --train_type lora --check_dataset_strategy none --output_dir o --bf16 true"
+    assert "unknown-swift-setting" not in {each.rule for each in lint(tmp_path, a__sh=f"{command}\n")}

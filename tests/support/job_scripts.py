@@ -48,7 +48,7 @@ def changed(text: str, old: str, new: str) -> str:
 EXPANDED = changed(changed(ACCELERATE, "bash -c 'exec", 'bash -c "exec'), "latest'", 'latest"')
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 "
-VERL += "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 "
+VERL += "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 "
 OPENRLHF = (
     "deepspeed --num_gpus 4 --module openrlhf.cli.train_sft \\\n  --train_batch_size 256 --micro_train_batch_size 2\n"
 )
@@ -448,6 +448,13 @@ SCRIPT_CASES: list[tuple[str, str, str, int, str]] = [
      "#SBATCH --gpus-per-node=4\ntorchrun --nproc_per_node=$SLURM_GPUS_PER_NODE train.py\n", 2, JOB),
     ("count-of-slurm", "#SBATCH --gres=gpu:4\nN=${SLURM_GPUS_PER_NODE}\ntorchrun --nproc_per_node=$N train.py\n",
      "#SBATCH --gres=gpu:4\ntorchrun --nproc_per_node=${SLURM_GPUS_PER_NODE:-4} train.py\n", 3, JOB),
+    ("count-of-slurm", "#SBATCH --gres=gpu:4\nN=$((2 * SLURM_GPUS))\naccelerate launch --num_processes=$N x.py\n",
+     "#SBATCH --gpus=4\nN=$((2 * SLURM_GPUS))\naccelerate launch --num_processes=$N x.py\n", 2, JOB),
+    ("server-in-front", "A=0 trl vllm-serve --model m \\\n  --port 1\naccelerate launch x.py --lr 1\n",
+     "A=0 trl vllm-serve --model m \\\n  --port 1 > log &\naccelerate launch x.py --lr 1\n", 1, "run.sh"),
+    ("refused-value", INDEXED.replace("LAUNCHER", "torchrun --node a-0").replace("Job", "Job\nmetadata: {name: a}"),
+     INDEXED.replace("LAUNCHER", "torchrun --node a-0"), 11, "job.yaml"),
+    ("shell-slip", "torchrun x.py | tee log \\\n  --bf16\n", "torchrun x.py | tee log \\\n  --append\n", 2, "run.sh"),
     ("folder-made-too-late", "#SBATCH --output=new/%j.out\nmkdir -p new\ntorchrun train.py\n",
      "#SBATCH --output=%j.out\nmkdir -p new\ntorchrun train.py\n", 1, JOB),
     ("folder-of-copy", '#SBATCH --nodes=1\nHERE="$(cd -- "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nROOT="$HERE/.."\n'

@@ -227,7 +227,8 @@ def reader_of(values: Mapping[str, Any], *, script: str = "") -> str | None:
         return TOOLKIT
     for each in FOREIGN:
         decisive = OPEN_INSTRUCT_KEYS if each == OPEN_INSTRUCT else program_schema(each).decisive
-        if not keys.isdisjoint(decisive) or each.replace("-", "") in name:
+        least = 2 if script and each == "ms-swift" and "swift" not in name else 1  # any script has a `train_type`
+        if len(keys & {*decisive}) >= least or each.replace("-", "") in name:
             return each
     if script.startswith("swift "):
         return "ms-swift"

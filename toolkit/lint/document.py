@@ -340,7 +340,7 @@ def named_settings(call: LauncherCall) -> str:
     """Return the file with a script's settings that a command names: its first word, or behind `--config`; the default
     of a variable."""
     first = call.words[0] if call.words else ""
-    return re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", str(call.arguments.get("config", (first, 0))[0]))
+    return named_files.plain_path(str(call.arguments.get("config", (first, 0))[0]))
 
 
 def _named_file(document: Document, call: LauncherCall, written: Sequence[Document | None]) -> Document | None:
@@ -395,9 +395,11 @@ def accelerate_file(document: Document, call: LauncherCall) -> Document | None:
 def launch_settings(document: Document, call: LauncherCall) -> Document | None:
     """Return what `accelerate launch` is told, by the YAML that it names and by its flags, which win over the file."""
     file, flags = accelerate_file(document, call), call.as_yaml
-    if not flags or (file.kind != ACCELERATE if file else "config-file" in call.options):
+    if (not file and not flags) or (file.kind != ACCELERATE if file else "config-file" in call.options):
         return file
     data = {key: value for key, value in file.data.items() if key.replace("_", "-") not in call.options} if file else {}
+    if file and not flags and len(data) == len(file.data):
+        return file
     for key, value in flags.items():
         block, _, name = key.rpartition(".")
         data |= {block: {**(data.get(block) or {}), name: value}} if block else {name: value}
@@ -592,7 +594,8 @@ def deepspeed_files(document: Document) -> tuple[str, str]:
     """Return the key that names the DeepSpeed JSON, and the path that it names; empty where it names none."""
     key = "deepspeed_config.deepspeed_config_file" if document.has("deepspeed_config") else "deepspeed"
     named = document.get(key)
-    if not isinstance(named, str) or named in ("", "none") or named.startswith("{") or "$" in named:
+    named = named_files.plain_path(named) if isinstance(named, str) else ""
+    if named in ("", "none") or named.startswith("{") or "$" in named:
         return key, ""
     if len(named) > named_files.MAX_PATH_LENGTH or "\0" in named or documents.settings_for_path(named, document.path):
         return key, ""
@@ -688,7 +691,8 @@ def _kind_by_value(data: dict[str, Any]) -> str | None:
     """Decide by the shape of a value whose key several libraries have."""
     blocks = [data[key] for key in ("bf16", "fp16", "optimizer", "scheduler") if isinstance(data.get(key), dict)]
     if any(block.keys() & {"enabled", "type", "params"} for block in blocks):
-        return DEEPSPEED if len(data.keys() & DEEPSPEED_BLOCKS[""].keys()) * 2 >= len(data) else None
+        others, has_batch = data.keys() - KNOWN_KEYS[DEEPSPEED], any("batch" in key for key in data)
+        return DEEPSPEED if not others or (has_batch and len(others) * 2 <= len(data)) else None
     blocks = [data[key] for key in ("fsdp_config", "parallelism_config") if isinstance(data.get(key), dict)]
     is_hydras = bool(data.keys() & {"defaults", "_target_"})  # a part of another program's configuration
     if not is_hydras and any(key.startswith(("fsdp_", "parallelism_config_")) for block in blocks for key in block):

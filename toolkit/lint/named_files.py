@@ -51,22 +51,44 @@ _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
 _SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
+# Whose repositories the libraries are: others have forks.
+OFFICIAL = "huggingface|microsoft|deepspeedai|hiyouga|modelscope|axolotl-ai-cloud|OpenAccess-AI|volcengine|OpenRLHF"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
+# A folder by a variable, or a command, that is not one of a run's own files.
+_FOLDER = re.compile(r"^(?:\$\{?(?!\w*(?i:out|save|ckpt|checkpoint|model|data|run|exp|tmp))\w+\}?|\$\([^()]*\))/")
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
+
+
+def plain_path(named: str) -> str:
+    """Return a path without the variable, or the command, that gives its folder, and of a variable its default.
+
+    >>> plain_path("${ROOT}/ds.json"), plain_path("$(dirname $0)/ds.json"), plain_path("${1:-ds.json}")
+    ('ds.json', 'ds.json', 'ds.json')
+    """
+    named = re.sub(r"^\$\{\w+:-([^{}]*)\}$", r"\1", named)
+    return _FOLDER.sub("", named)
 
 
 def find_named(named: str, path: str) -> Path | None:
     """Return the file that a configuration names: from the working directory, as the libraries resolve it, or else from
     the configuration's folder or one around it, where its author may start the program."""
+    named = plain_path(named[: MAX_PATH_LENGTH + 1])
     if not named or len(named) > MAX_PATH_LENGTH or "\0" in named or "$" in named:
         return None
     folder = Path(path).parent
-    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(5)]
+    around = [Path(os.path.normpath(folder / ("../" * levels))) for levels in range(_depth(path))]
     changed = (each / named for each in changed_folders(path))
     candidates = [*changed, Path(named), *(each / named for each in around), folder / Path(named).name]
     file = next(filter(is_file, candidates), None)
     return None if file is None else Path(os.path.normpath(file))  # one name for a file that several name
+
+
+def _depth(path: str) -> int:
+    """Return how many folders around a file may be its project's: at least five, and those up to the root."""
+    folder = Path(path).absolute().parent
+    root = project_root(folder)
+    return 5 if root is None else max(5, len(folder.parts) - len(root.parts) + 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,7 +97,7 @@ def changed_folders(path: str) -> list[Path]:
     text = texts_of([Path(path)]) if path.endswith(SCRIPT_SUFFIXES) else ""
     named = {*re.findall(r"^[ \t]*(?:cd|pushd)[ \t]+[\"']?([^\s\"';&|]+)", text, re.MULTILINE)}
     is_one = len(named) == 1 and re.fullmatch(r"\w[\w./-]*|\./[\w./-]+", *named)
-    starts = (Path(), *(Path(path).parent / ("../" * levels) for levels in range(5))) if is_one else ()
+    starts = (Path(), *(Path(path).parent / ("../" * levels) for levels in range(_depth(path)))) if is_one else ()
     places = (Path(os.path.normpath(start / name)) for start in starts for name in named)
     return [each for each in dict.fromkeys(places) if each.is_dir()]
 
@@ -85,7 +107,7 @@ def changed_folders(path: str) -> list[Path]:
 
 def source_of(script: str, path: str) -> tuple[str, str]:
     """Return the text of a script, and that of the Python files beside it; empty where it is not here."""
-    name = re.sub(r"^\$\{?\w+\}?/", "", script)
+    name = plain_path(script)
     name = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
     parts, files = Path(name).parts, project_files(Path(path).absolute().parent)
     tails = ["/".join(parts[start:]) for start in range(max(1, len(parts) - 1))]  # the path may be another machine's
@@ -98,7 +120,7 @@ def source_of(script: str, path: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=64)
 def scripts_named(script: str, path: str) -> list[tuple[str, str]]:
     """Return the text of each script of a name that a project has, and that of the modules that it imports."""
-    name, folder = re.sub(r"^\$\{?\w+\}?/", "", script), Path(path).absolute().parent
+    name, folder = plain_path(script), Path(path).absolute().parent
     named = find_named(name, path) if name.endswith(".py") else None
     files = [*filter(None, [named]), *(each for each in project_files(folder) if each.name == Path(name).name)]
     found = []
@@ -333,23 +355,31 @@ def occurs(pattern: re.Pattern[str], text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def has_own_loop(folder: Path) -> bool:
     """Return True where the Python files nearest to a folder train with accelerate or DeepSpeed, without a Trainer."""
-    places = (folder, *folder.parents)[:MAX_LEVELS]
-    files = project_files(places[0])
-    for place in places if files else ():
-        source = texts_of([each for each in files if place in each.parents])
-        # The words first: a pattern takes seconds in the sources of many projects.
-        if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
-            return False
-        if "Accelerator(" in source or "deepspeed.initialize(" in source:
-            return True
+    files = project_files(folder)
+    for place in (folder, *folder.parents)[:MAX_LEVELS] if files else ():
+        found = {_trains_with(each) for each in files if str(each).startswith(f"{place}/")}
+        if found & {True, False}:
+            return True not in found
     return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _trains_with(file: Path) -> bool | None:
+    """Return True for a file that trains with a Trainer, False for one with a loop of its own, None for another."""
+    source = texts_of([file])
+    if "TrainingArguments" in source or ("Trainer" in source and _TRAINER.search(source)):
+        return True
+    return False if "Accelerator(" in source or "deepspeed.initialize(" in source else None
 
 
 @functools.lru_cache(maxsize=256)
 def has_own_copy(folder: Path, library: str) -> bool:
-    """Return True where a project has a library's own modules, of whatever version."""
+    """Return True where a project has a library's own modules, of whatever version, or installs a fork."""
     mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
-    return library in _OWN_COPIES and any(mark.search(str(each)) for each in project_files(folder))
+    name = library.replace("llamafactory", "llama-?factory")
+    fork = re.compile(rf"github\.com/(?!{OFFICIAL})[\w-]+/{name}(?:\.git)?(?![\w-])", re.IGNORECASE)
+    is_fork = any(fork.search(text) for place in _project(folder) for text in _requirements(place))
+    return library in _OWN_COPIES and (is_fork or any(mark.search(str(each)) for each in project_files(folder)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -68,7 +68,10 @@ DERIVED: Mapping[str, Callable[[Document], Any]] = {
         or (doc.named_by is not None and bool(as_bool(doc.named_by.get("gradient_checkpointing"))))
     ),
     "has_json": lambda doc: doc.deepspeed_json is not None,
-    "gets_batch_size": lambda doc: any(settings.names_word(doc, word) for word in BATCH_SIZES),
+    "gets_batch_size": lambda doc: (
+        any(settings.names_word(doc, word) for word in BATCH_SIZES) or "lightning" in doc.reader_source
+    ),
+    "has_trainer": lambda doc: settings.trainer_of(doc) is not None,
     "is_named": lambda doc: doc.named_by is not None,
     "is_command": lambda doc: doc.call is not None,
     "is_complete": lambda doc: doc.is_complete,
@@ -150,7 +153,9 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 message = case["message"].replace("{value}", shorten(doc.get(key)))
                 level = settings.level_for_trainer(doc) if table.get("only_of_trainer") else None
                 level = NOTE if case.get("with_trainer") and settings.trainer_of(doc) is None else level
-                level = NOTE if doc.kind == AXOLOTL and programs.is_read_by_project(doc, "axolotl") else level
+                is_part = doc.kind == AXOLOTL and not doc.has("base_model")  # to which others are added
+                is_part |= doc.kind == AXOLOTL and programs.is_read_by_project(doc, "axolotl")
+                level = NOTE if is_part else level
                 level = level or case.get("level")
                 remove, value = case.get("remove", False), None if level else case.get("value")
                 since = case.get("since")

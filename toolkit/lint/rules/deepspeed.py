@@ -1,6 +1,7 @@
 """Rules about a DeepSpeed JSON, and about the YAML that names it: what conflicts, is ignored, or fails later."""
 
 import contextlib
+import math
 import os.path
 import re
 from collections.abc import Iterator
@@ -74,6 +75,9 @@ def _is_said_by_reader(doc: Document, key: str, value: object) -> bool:
         return False
     field = OF_AXOLOTL.get(field, field) if reader.kind == AXOLOTL else field
     here = True if reader.kind == AXOLOTL and reader.get(field) == "auto" else reader.get(field)  # on a GPU with bf16
+    if " and " in field:
+        both = zip(field.split(" and "), DEFAULTS[key], strict=True)
+        return value == [as_float(reader.get(name, default)) for name, default in both]
     as_one = as_bool if key.endswith(".enabled") else as_float
     return as_one(here) is not None and as_one(here) == as_one(value)
 
@@ -177,7 +181,7 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
     those of a loop accelerate raises."""
     for call in doc.script.launches:
         told = document.launch_settings(doc, call) if call.tool == "accelerate" else None
-        file = find_named(re.sub(r"^\$\{?\w+\}?/", "", call.options.get("deepspeed-config-file") or ""), doc.path)
+        file = find_named(call.options.get("deepspeed-config-file") or "", doc.path)
         json = told.deepspeed_json if told and told.deepspeed_json else document.load_document(file) if file else None
         source = named_files.source_of(call.script or "", doc.path)[0] if json else ""
         prepared = "" if re.search("Dummy|DistributedType", source) else "".join(PREPARED.findall(source))
@@ -194,8 +198,9 @@ def optimizer_of_json(doc: Document) -> Iterator[Match]:
             # accelerate below 0.23 refuses its stand-in for a schedule beside an optimizer of the JSON
             both = " with `optimizer`" if block == "scheduler" and doc.block("optimizer") else ""
             yield Match(block, message, f"remove it{both}, and set `{field}`", level=NOTE if is_same else None)
-    reader = trainer_of(doc)
-    level = ERROR if reader and reader.has("learning_rate") else None if reader else settings.level_for_trainer(doc)
+    namer = doc.named_by
+    is_told = namer is not None and namer.kind == TRAINER and namer.has("learning_rate")
+    level = ERROR if is_told else None if trainer_of(doc) else settings.level_for_trainer(doc)
     if doc.has("optimizer.type") and not (doc.has("optimizer.params.lr") or doc.has("scheduler")):
         message = "it has no lr: DeepSpeed takes its default, and not the Trainer's learning_rate"
         yield Match("optimizer.params", message, '`"lr": "auto"`', level=level)
@@ -229,21 +234,16 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             message = f"{shorten(named)} is not found from here"
             fix = "a path that exists" + (f": `{near}` is there" if near else "")
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
-        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
-        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
-        is_lost = is_plain and project_root(doc.folder) and not scripts_named(script, doc.path)
-        if near := _near_file(doc, script) if is_lost else None:
-            message, fix = f"{script} is not in the project", f"a path that exists: `{near}` is there"
-            yield Match("script", message, fix, line=call.line, level=WARNING)
     arguments = doc.call.arguments if doc.call and doc.kind == TRAINER else {}
     named = str(arguments.get("fsdp_config", ("", 0))[0])
-    places = [Path(), doc.folder, *doc.folder.parents[:4]]
+    places = [Path(), doc.folder, *doc.folder.parents[:8]]
     is_there = any(is_file(each / named) for each in places) or doc.text.count(Path(named).name) > 1
     if named.endswith(".json") and "$" not in named and not is_there:
         found = f", but at {doc.fsdp_json.path}" if doc.fsdp_json else ""
         yield Match("fsdp_config", f"{shorten(named)} is not found from here{found}", "a path that exists")
     key, named = document.deepspeed_files(doc)
-    if not named.endswith(".json") or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
+    is_said = named == doc.get(key) and named.endswith(".json")
+    if not is_said or is_file(Path(named)) or (doc.call is not None and doc.deepspeed_json is not None):
         return
     file = find_named(named, doc.path)
     start = file and next((each for each in file.parents if is_file(each / named)), None)
@@ -255,9 +255,21 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     yield Match(key, message, fix, level=None if start or not (file and root) or Path(named).is_absolute() else ERROR)
 
 
+@rule(WARNING, *SCRIPTS, library="torch", fix="a path that exists")
+def script_missing(doc: Document) -> Iterator[Match]:
+    """The project has no script of this name, and one of a similar name."""
+    for call in doc.script.launches:
+        script, is_module = call.script or "", {"m", "module"} & call.options.keys()
+        is_plain = re.fullmatch(r"[\w./-]+\.py", script) and not is_module and doc.text.count(Path(script).name) == 1
+        is_lost = is_plain and not scripts_named(script, doc.path)
+        if near := _near_file(doc, script) if is_lost else None:
+            message, fix = f"{script} is not in the project", f"a path that exists: `{near}` is there"
+            yield Match("script", message, fix, line=call.line)
+
+
 def _near_file(doc: Document, named: str) -> Path | None:
     """Return the file of a similar name, and kind, in the folder that a path names, or beside a script."""
-    places = (Path.cwd(), doc.folder, *doc.folder.parents[:4]) if "/" in named else (doc.folder,)
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:8]) if "/" in named else (doc.folder,)
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
     names = [each.name for each in folder.iterdir() if each.suffix in suffixes] if folder else []
@@ -372,6 +384,12 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
             continue  # a share of steps that are not known, and 0 is 1 in newer versions
         if as_float(here) is not None and as_float(there) is not None and as_float(here) != as_float(there):
             yield Match(field, f"{shorten(here)} here, {shorten(there)} in {key}", fix)
+    counts = [as_int(doc.get(name)) for name in (OWNED_BY_TRAINER[BATCH_KEYS[1]], BATCH_KEYS[2])]
+    counts, total = [*counts, processes_of(doc)], as_int(json.get(BATCH_KEYS[0]))
+    product = math.prod(each or 0 for each in counts)
+    if total and product and product != total:
+        factors = " x ".join(map(str, counts))
+        yield Match("per_device_train_batch_size", f"{factors} here, {total} in {BATCH_KEYS[0]}", fix)
     for name in ("bf16", "fp16"):
         is_known = doc.program == "transformers" and doc.is_complete and not doc.has(f"{name}_full_eval")
         flag, json_flag = as_bool(doc.get(name, False if is_known else None)), as_bool(json.get(f"{name}.enabled"))

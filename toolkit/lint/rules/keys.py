@@ -100,6 +100,8 @@ def _keys_for(doc: Document, block: str, name: str, known: Any, meant: str | Non
     if doc.kind == DEEPSPEED and not block:  # not for prose, or a switch in the place of a block
         value = doc.get(name)
         close = [each for each in close if not has_wrong_type(known[each], value, block="", is_deepspeed=True)]
+        keys = value.keys() if isinstance(value, dict) else ()
+        close = [each for each in close if not keys or {*keys} & {*DEEPSPEED_BLOCKS.get(each, keys)}]
     return close, len(close) == 1 and (former is not None or _is_misspelt(name, close[0]))
 
 
@@ -171,11 +173,17 @@ def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
     if found.level is not None:
         return found
     meant = found.rename or found.fix.strip("`")
+    field, namer = OWNED_BY_TRAINER.get(meant), doc.named_by
+    if field and namer is not None and namer.kind == TRAINER and namer.has(field):
+        found = replace(found, fix=f"remove it: `{field}` decides", rename=None)
     if _is_chosen_anyway(doc, meant if meant.isidentifier() else name, value):
         return replace(found, level=NOTE)
     if _holds_anyway(doc, name, value):
         return replace(found, level=NOTE, fix="remove it" if found.rename is None else found.fix)
-    return found if {name, meant} & {*LINT_TABLES["decides_training"]} else replace(found, level=WARNING)
+    stage, inner = as_int(doc.get("deepspeed_config.zero_stage")), value if isinstance(value, dict) else {}
+    decides = not (stage is not None and as_int(inner.get("stage")) == stage) and inner.keys() != {"type"}
+    decides &= bool({name, meant} & {*LINT_TABLES["decides_training"]})
+    return found if decides else replace(found, level=WARNING)
 
 
 def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
@@ -190,12 +198,14 @@ def _holds_anyway(doc: Document, name: str, value: Any) -> bool:
     holds = is_default or is_of_other_stage or is_overlapped or is_one or recomputes or is_unread
     holds |= str(value).lower() in ("auto", "false", "none") or name in LINT_TABLES["only_logs"]
     holds |= doc.block("zero_optimization").get(name) == value  # where it is read
+    holds |= name == "mixed_precision" and as_bool(doc.get(f"{value}.enabled", False)) is not False
     return holds or (doc.kind == ACCELERATE and _is_said_by_yaml(doc, name, value))
 
 
 def _is_chosen_anyway(doc: Document, name: str, value: Any) -> bool:
     """Return True for what a Trainer's argument, or its default, says."""
     field, reader, source = OWNED_BY_TRAINER.get(name), settings.trainer_of(doc), doc.reader_source
+    reader = reader or (doc.named_by if doc.named_by is not None and doc.named_by.kind == TRAINER else None)
     is_known = field and (reader is not None or (occurs(A_TRAINER, source) and field not in source))
     said = (reader or doc).get(field, DEFAULTS.get(name)) if is_known else None
     return as_float(value) is not None and as_float(value) == as_float(said) and not settings.is_without_trainer(doc)
@@ -330,7 +340,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
 
 def _drops_extra(source: str) -> bool:
     """Return True where a project's code passes over what its dataclasses lack, and none of its parsers refuses it."""
-    return DROPS_EXTRA.search(source) is not None and not re.search(r"\.parse_args_and_config\(\s*\)", source)
+    return occurs(DROPS_EXTRA, source) and not occurs(re.compile(r"\.parse_args_and_config\(\s*\)"), source)
 
 
 def _may_not_reach_trainer(doc: Document, name: str) -> bool:
@@ -339,13 +349,13 @@ def _may_not_reach_trainer(doc: Document, name: str) -> bool:
     source = doc.reader_source
     if doc.is_declared(name) or doc.is_read_in_parts or _drops_extra(source):
         return True
-    if PARSES_WHOLE.search(source):
+    if occurs(PARSES_WHOLE, source):
         return False
-    if DROPS_UNKNOWN.search(source):
+    if occurs(DROPS_UNKNOWN, source):
         return True
     if name in source:
-        return doc.is_read(name) and not re.search(rf"\b{name}\s*=(?!=)", source)
-    return not PASSES_ALL.search(source) and sum(map(doc.is_read, doc.data)) > 1
+        return doc.is_read(name) and not occurs(re.compile(rf"\b{name}\s*=(?!=)"), source)
+    return not occurs(PASSES_ALL, source) and sum(map(doc.is_read, doc.data)) > 1
 
 
 def _instead_of(doc: Document, name: str, instead: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import yaml
 
+from toolkit.convert.job_script import in_comment
 from toolkit.files.documents import YAML_TAG
 from toolkit.lint.commands_in_yaml import GPU, KUBERNETES, documents_of, node_at, word_at
 from toolkit.lint.document import Document
@@ -17,8 +18,13 @@ WITHOUT_SHELL = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed|python[\d.
 
 def refusals(doc: Document) -> Iterator[Match]:
     """Yield what is refused in each document of a file, at its line."""
-    for root in documents_of(doc.text) if KUBERNETES.search(doc.text) else ():
+    roots = [*documents_of(doc.text)] if KUBERNETES.search(doc.text) else []
+    for root in roots:
         kind = word_at(root, "kind")
+        services = {word_at(each, "metadata", "name") for each in roots if word_at(each, "kind") == "Service"}
+        if (found := _unknown_host(root, doc.text)) and found[0] not in services:
+            message, fix = "has no address: the others wait for it", "`subdomain`, and a headless Service of that name"
+            yield _match(found[0], message, fix, doc.text.count("\n", 0, found.start()) + 1)
         master = node_at(root, "spec", "pytorchReplicaSpecs", "Master", "replicas")
         if isinstance(master, yaml.ScalarNode) and master.value != "1":
             message = f"{shorten(master.value)} masters are refused"
@@ -26,6 +32,16 @@ def refusals(doc: Document) -> Iterator[Match]:
         for node in _mappings(root, set()):
             if isinstance(node_at(node, "containers"), yaml.SequenceNode):
                 yield from _refused_pod(node, kind)
+
+
+def _unknown_host(root: yaml.Node, text: str) -> re.Match[str] | None:
+    """Return where an Indexed Job names its first pod, as the others cannot reach it."""
+    pod, name = node_at(root, "spec", "template", "spec"), word_at(root, "metadata", "name")
+    is_indexed = word_at(root, "spec", "completionMode") == "Indexed" and word_at(root, "spec", "parallelism") != "1"
+    has_names = word_at(pod, "subdomain") or word_at(pod, "hostNetwork") if pod is not None else True
+    first = re.compile(rf"(?<![\w./-]){re.escape(name)}-0(?![\w-])")
+    found = first.search(text, root.start_mark.index, root.end_mark.index) if is_indexed and name else None
+    return None if has_names or found is None or in_comment(text, found.start()) else found
 
 
 def _refused_pod(pod: yaml.Node, kind: str) -> Iterator[Match]:

@@ -8,7 +8,7 @@ from toolkit.convert.job_script import DIRECTIVE_NAMES, LauncherCall
 from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import project_root, texts_of
+from toolkit.lint.named_files import project_root, project_source, source_of, texts_of
 from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
@@ -32,7 +32,7 @@ def several(doc: Document, *tools: str) -> list[LauncherCall]:
     """Return the calls of some launchers on several nodes: where the job has one, or may have, a variable is 1."""
     is_one = doc.script.nodes == 1 or (doc.kind == SBATCH and doc.script.nodes is None)
     calls_of = [call for call in calls(doc, *(tools or NODE_COUNT)) if on_several_nodes(call)]
-    return [call for call in calls_of if not (is_one and "$" in str(call.options[NODE_COUNT[call.tool]]))]
+    return [each for each in calls_of if not (is_one and re.search(r"\$|:", str(each.options[NODE_COUNT[each.tool]])))]
 
 
 def is_alone(call: LauncherCall) -> bool:
@@ -96,8 +96,17 @@ def head_is_localhost(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="--nnodes, or --num_machines for accelerate")
 def each_node_alone(doc: Document) -> Iterator[Match]:
-    """torchrun without `--nnodes`, and accelerate without `--num_machines`, train alone on each node."""
+    """torchrun without `--nnodes`, accelerate without `--num_machines`, and deepspeed without a hostfile, train alone
+    on each node."""
     nodes = doc.script.nodes or 1
+    for call in calls(doc, "deepspeed") if nodes > 1 else ():
+        told = call.options.keys() & {"hostfile", "num-nodes", "launcher", "include"} or is_alone(call)
+        if re.search(r"\bsrun\b", call.before) and not told and not doc.script.mentions("hostfile|HOSTFILE"):
+            message, fix = (
+                f"{nodes} nodes start a training each: it has no hostfile",
+                "`srun torchrun`, or one deepspeed with it",
+            )
+            yield Match(call.tool, message, fix, line=call.line, library="deepspeed")
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
         is_set = doc.script.mentions(r"\bPET_NNODES=")  # which accelerate hands over to torchrun's parser too
@@ -239,7 +248,7 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
 @rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
 def elastic_without_restarts(doc: Document) -> Iterator[Match]:
     """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
-    for call in filter(is_elastic, calls(doc, "torchrun")):
+    for call in filter(is_elastic, several(doc, "torchrun")):
         if call.options.get("max-restarts", "0") == "0":
             message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
             yield Match("--max-restarts", message, "`--max-restarts 3`", line=call.line)
@@ -249,7 +258,7 @@ def elastic_without_restarts(doc: Document) -> Iterator[Match]:
 def elastic_shared_store(doc: Document) -> Iterator[Match]:
     """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    for call in filter(is_elastic, calls(doc, "torchrun")):
+    for call in filter(is_elastic, several(doc, "torchrun")):
         if not doc.script.mentions(rf"{variable}=[\"']?1"):
             fix = f"`export {variable}=1`"
             yield Match(variable, "a node that joins again meets the keys of the attempt before", fix, line=call.line)
@@ -260,7 +269,9 @@ def elastic_shared_store(doc: Document) -> Iterator[Match]:
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:PROCID|NODEID|LOCALID))\b")
 # Not what asks a node for its address: `$(srun ... hostname)`.
 STARTERS = r"(?<!\$\()(?<!`)\b(srun|mpirun|mpiexec|pdsh|clush|ssh|parallel-ssh)\b"
-PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./-]+)"
+PYTHON = r"^[ \t]*(?:\w+=\S+ )*python[\d.]*[ \t]+(?:-[umB][ \t]+)*([\w./][\w./-]*)"
+STARTS_OTHERS = re.compile(r"\b(?:srun|ssh|subprocess|submitit|ray|Popen)\b")
+
 OTHER_STARTERS = (
     r"\b(?:ray|dask|submitit|aprun|flux|singularity|apptainer|horovodrun|sbatch|bash|sh|parallel)\b|HOSTFILE="
 )
@@ -345,22 +356,28 @@ def _granted(doc: Document, call: LauncherCall) -> int | None:
 
 @rule(ERROR, SBATCH, library="slurm", fix="$SLURM_GPUS_ON_NODE, which is a number")
 def count_of_slurm(doc: Document) -> Iterator[Match]:
-    """`$SLURM_GPUS_PER_NODE` is what `--gpus-per-node` says, `a100:4` too, and unset without it (a warning)."""
+    """`$SLURM_GPUS_PER_NODE` is what `--gpus-per-node` says, `a100:4` too, and unset without it (a warning); so are
+    `$SLURM_GPUS` and `$SLURM_GPUS_PER_TASK`."""
     directives = doc.script.directives
-    value, is_said = directives.get("gpus-per-node", ("", 0))[0], "gpus-per-node" in directives
-    for call in doc.script.launches if not value.isdigit() else ():
+    for call in doc.script.launches:
         for name in COUNTS:
-            if re.fullmatch(r"\$\{?SLURM_GPUS_PER_NODE\}?", call.options.get(name) or ""):
-                why = f"{value}, which is no number" if is_said else "unset, unless sbatch is told --gpus-per-node"
-                message, level = f"$SLURM_GPUS_PER_NODE is {why}", None if is_said else WARNING
-                option = f"--{name.replace('-', '_')}"
-                yield Match(option, message, "`$SLURM_GPUS_ON_NODE`", line=call.line, level=level)
+            text = call.options.get(name) or ""
+            variable = re.fullmatch(r"\$(\w+)", text)  # which is computed, perhaps, from SLURM's
+            made = variable and next(doc.script.find(rf"^[ \t]*(?:export[ \t]+)?{variable[1]}=\S*\$\(\(.*\)\)"), None)
+            text, line = (made[0][0], made[1]) if made else (text, call.line)
+            found = re.search(r"(?<!\w)SLURM_(GPUS(?:_PER_NODE|_PER_TASK)?)(?![\w:])", text)
+            option = found[1].lower().replace("_", "-") if found else ""
+            value = directives.get(option, directives.get("G" if option == "gpus" else "", ("", 0)))[0]
+            if found and not value.isdigit():
+                why = f"{value}, which is no number" if value else f"unset, unless sbatch is told --{option}"
+                message, level = f"${found[0]} is {why}", None if value else WARNING
+                yield Match(f"--{name.replace('-', '_')}", message, "`$SLURM_GPUS_ON_NODE`", line=line, level=level)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
 def folder_made_too_late(doc: Document) -> Iterator[Match]:
     """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once."""
-    places = (Path.cwd(), doc.folder, *doc.folder.parents[:3])
+    places = (Path.cwd(), doc.folder, *doc.folder.parents[:8])
     script = doc.script
     own = {script.line_at(start) for start, _ in script.commands if script.text[start : start + 1] == "#"}
     entered = "|".join(["SLURM_SUBMIT_DIR", *re.findall(r"(?m)^[ \t]*cd[ \t]+\W*(\w+)", script.text)])
@@ -368,7 +385,8 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         folder = value.rpartition("/")[0] if name in ("output", "error", "e") and line in own else ""
         makes = rf"(?m)\bmkdir\b.*[ \"'](?:\./?|/|\$\{{?(?:{entered})\}}?/)?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and "%" not in folder and doc.script.mentions(makes)
-        if not made or any((each / folder).is_dir() for each in places):
+        submits = doc.script.mentions(r"\bsbatch\b.*\$\{?(?:0|BASH_SOURCE)\b")  # itself, once the folder is there
+        if not made or submits or any((each / folder).is_dir() for each in places):
             continue
         near = {doc.folder, project_root(doc.folder) or doc.folder}
         before = [each for place in near for each in (*place.glob("*.sh"), *place.glob("README*"))]
@@ -412,10 +430,14 @@ def only_first_node(doc: Document) -> Iterator[Match]:
         fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
     elif not script.launches and alone is not None:
-        yield Match("python", f"one of {script.nodes} nodes starts {alone[0][1]}", "`srun python ...`", line=alone[1])
+        source = source_of(alone[0][1], doc.path)[0]  # which may start the others
+        starts = STARTS_OTHERS.search(source or "ssh") or "srun" in project_source(doc.folder)
+        level = NOTE if starts else None
+        message = f"one of {script.nodes} nodes starts {alone[0][1]}"
+        yield Match("python", message, "`srun python ...`", line=alone[1], level=level)
 
 
-@rule(WARNING, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")
+@rule(ERROR, SBATCH, library="slurm", fix="#SBATCH --ntasks-per-node=1")
 def launcher_per_gpu(doc: Document) -> Iterator[Match]:
     """A launcher starts a rank per GPU itself. With a task per GPU, srun starts it as often."""
     script = doc.script

@@ -23,6 +23,7 @@ OLDEST_SWIFT = "3.0.0"  # no version from there on had the older names
 MISSPELT = 0.93  # alike above which a setting of TRL is taken for a misspelling
 # Of what an unknown name stands for, and names of what is reported, not trained.
 AXOLOTL_DEFAULTS = {"epochs": 1, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+AXOLOTL_DEFAULTS |= {"bnb_4bit_compute_dtype": "bfloat16"}
 OF_REPORTS = ("wandb_", "project_name", "report_to", "logging_", "hub_")
 MOST_STRANGE = 2  # settings without a likeness, above which a project may read a file of axolotl itself
 
@@ -130,6 +131,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
             fix = f"`{instead}`" if instead else fix if is_hint else "remove it, or the version that has it"
         level = NOTE if is_manifest else level
         is_off = not doc.get(key) or (key.startswith("eval_table") and not doc.get("eval_table_size"))
+        is_off |= bool(doc.block(key)) and not any(doc.block(key).values())
         is_off |= doc.get(key) == AXOLOTL_DEFAULTS.get(key, ...) or (instead == "num_epochs" and doc.has("max_steps"))
         is_off |= doc.get(key) in ("none", ["none"]) and not doc.get("wandb_project")
         if program == "axolotl" and key.startswith("bnb_") and doc.get("adapter") != "qlora":

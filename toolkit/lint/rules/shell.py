@@ -9,7 +9,7 @@ from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobS
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
+from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.kubernetes import refusals
@@ -17,7 +17,7 @@ from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
 
 ARRAY = re.compile(rf"\w\+?=\({ARRAY_WORDS}\)?", re.DOTALL)
-LOST = re.compile(r"\s*(--[A-Za-z][\w-]*|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
+LOST = re.compile(r"\s*(2>&1|--[A-Za-z][\w-]*|\+*[A-Za-z_]\w*(?:\.\w+)+=\S*)(?![\w-]*(?:=[^\s)]*)?\s*(?:\|[^)\n]*)?\))")
 BLANK_BEHIND = re.compile(r"^[^#\n]*\s\\[ \t]+\n?\Z", re.MULTILINE)  # behind a backslash, which then continues nothing
 ONLY_ASSIGNED = re.compile(r"\s*(?:export\s+)?(?>\w+=(?:\$\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s\"';&|])*+[\s\\]*)*+")
 FIRST_WORD = re.compile(r"\s*([\w./$\"'-][^\s;]*)")
@@ -37,6 +37,12 @@ READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
+# A server on a command of its own, outside of blocks, that does not end in `&`.
+SERVER = re.compile(
+    r"^(?:\w+=\S*[ \t]+)*(?:uv run |python3? -m )?(vllm serve|trl vllm-serve|(?:vllm|sglang)[\w.]*_server)\b"
+    r"(?!(?:[^\n]|(?<=\\)\n)*&[ \t]*(?:#[^\n]*)?$)",
+    re.MULTILINE,
+)
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -62,13 +68,15 @@ def lost_line(doc: Document) -> Iterator[Match]:
     """
     script, words = doc.script, arrays_and_strings(doc.script)
     lost = -1  # where the last lost line ends: those that follow it are lost with it
-    for (first, _), (start, end) in itertools.pairwise(((0, 0), *script.commands)) if script.calls else ():
+    is_job = script.calls or doc.kind == SBATCH
+    for (first, _), (start, end) in itertools.pairwise(((0, 0), *script.commands)) if is_job else ():
         found = LOST.match(script.text, start, end)
         if BLANK_BEHIND.search(script.text, max(0, start - 500), start):
             found = FIRST_WORD.match(script.text, start, end)
         if found and not in_spans(start, words):
             follows = start == lost
-            lost = end
+            is_log = found[1].startswith(("2>", ">", "|"))
+            lost = lost if is_log else end
             if follows:
                 continue
             line, before = script.line_at(found.start(1)), script.text[:start]
@@ -86,7 +94,7 @@ def lost_line(doc: Document) -> Iterator[Match]:
                 message = "continues nothing, and so does each line like it: the file has Windows' line ends, and bash"
                 yield Match(found[1], f"{message} runs {found[1]} as a command", UNIX_ENDS, line=line)
                 return
-            yield Match(found[1], message, fix, line=line)
+            yield Match(found[1], message, fix, line=line, level=WARNING if is_log else None)
     for found, line in script.find(r"(?<=\s)\\[ \t]+(?=--?\w)") if script.calls else ():
         if not in_spans(found.start(), (*script.strings, *script.protected)):
             message = "is a word with a space to bash, and reaches the program as an argument"
@@ -103,8 +111,9 @@ def blank_in_assignment(doc: Document) -> Iterator[Match]:
     for start, end in script.commands if script.calls else ():
         found = BLANK_ASSIGNED.match(script.text, start, end)
         if found and not in_spans(start, words):
-            message = "blanks stand around `=`: bash assigns nothing"
-            yield Match(found[1], message, f"`{found[1]}=...`", line=script.line_at(found.start(1)))
+            message, line = "blanks stand around `=`: bash assigns nothing", script.line_at(found.start(1))
+            is_read = found[1] in INHERITED or script.mentions(rf"\$\{{?{found[1]}\b|\bset[ \t]+-\w*e|\bexport\b")
+            yield Match(found[1], message, f"`{found[1]}=...`", line=line, level=None if is_read else WARNING)
 
 
 @rule(ERROR, *SCRIPTS, library="torch", fix="a value of that form")
@@ -126,7 +135,9 @@ def refused_value(doc: Document) -> Iterator[Match]:
         value, line = script.directives.get(name, ("", 0))
         said.append((f"--{name}", value.strip("\"'"), each, line))
     for name, value, each, line in said:
-        if value and not (is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)):
+        if value.strip(":") and not (
+            is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)
+        ):
             library = each.get("library", "torch")
             message, level = f"{shorten(value)} {each['effect']}", each.get("level")
             yield Match(name, message, each["fix"], line=line, library=library, level=level)
@@ -161,8 +172,10 @@ def not_exported(doc: Document) -> Iterator[Match]:
             is_continued = script.text[max(0, found.start() - 2) : found.start()] == "\\\n"
             if name not in names or name in reported or is_continued or quotes % 2:
                 continue
-            is_string = in_spans(found.start(), script.strings)
-            if is_string or script.mentions(rf"\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"):
+            is_string = in_spans(found.start(), arrays_and_strings(script))
+            if is_string or script.mentions(
+                rf"(?<!\b{name}=)(?<!\b{name}=[\"'])\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"
+            ):
                 continue
             if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
                 continue
@@ -184,6 +197,7 @@ def unknown_variable(doc: Document) -> Iterator[Match]:
     for found in by_name.values() if doc.script.calls else ():
         known = launcher_tables()["variables"][found[2]]
         used = _is_read(doc, found[1]) or found[3].endswith(("CONFIG", "CONFIG_FILE", "ARGS", "DIR"))
+        used |= found[3].startswith(("KT_", "USE_KT"))  # of accelerate-kt
         if found[3] not in known and not used:
             close = nearest(found[3].replace("_LAYER", ""), known, cutoff=0.75)
             fix = f"`{found[2]}_{close}`" if close else "remove it, unless your script reads it"
@@ -366,11 +380,19 @@ def option_without_dashes(doc: Document) -> Iterator[Match]:
                 yield Match(word, f"{word} is no option {missing}: it is refused", f"`--{name}`", line=call.line)
 
 
+def passes_local_rank(call: LauncherCall) -> bool:
+    """Return True for `deepspeed`, unless MPI or SLURM starts the ranks, or an option says that it passes none."""
+    is_own = (call.options.get("launcher") or "pdsh").lower() == "pdsh"
+    return call.tool == "deepspeed" and is_own and "no-local-rank" not in call.options
+
+
 @rule(ERROR, *SCRIPTS, library="transformers", fix="an option that the script has")
 def unknown_script_option(doc: Document) -> Iterator[Match]:
     """A parser refuses an option that the script does not have; `deepspeed` passes `--local_rank=N` too."""
     for call in doc.script.calls:
         scripts = scripts_named(call.script or "", doc.path) if call.tool not in PROGRAMS else []
+        if any(re.search(r"\b(?:HfArgument|Trl)Parser\(", each) for each, _ in scripts):
+            scripts = [] if any(map(doc.has_own_copy, ("trl", "transformers"))) else scripts  # whose classes differ
         written = [word for word in call.words if re.match(r"--\w[^\s$]*(?:=|$)", word)] if scripts else []
         for word in dict.fromkeys(written):
             name = word.partition("=")[0]
@@ -380,10 +402,21 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
                 fix = "remove it" if value is None else "the script's own name for it, or remove it"
                 fix = f"`--{close}`" if close else fix
                 yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
-        passes = call.tool == "deepspeed" and "no-local-rank" not in call.options
-        if passes and scripts and all(is_refused("--local_rank", *each) for each in scripts):
+        if passes_local_rank(call) and scripts and all(is_refused("--local_rank", *each) for each in scripts):
             message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"
             yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="bash", fix="`&` behind it, and a wait until it answers")
+def server_in_front(doc: Document) -> Iterator[Match]:
+    """A server runs until it is stopped: bash does not come to the training behind it."""
+    last = max((call.line for call in doc.script.launches), default=0)
+    is_shell = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)  # others have containers, which run at once
+    for found in SERVER.finditer(doc.script.text) if is_shell else ():
+        line = doc.script.line_at(found.start(1))
+        if line < last and not in_spans(found.start(1), (*doc.script.strings, *doc.script.protected)):
+            message = "runs until it is stopped: the training behind it never starts"
+            yield Match(found[1], message, "`&` at its end, and a wait until it answers", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
@@ -436,6 +469,8 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
             processes = as_int(call.options.get(option, file.get("num_processes") if is_one else None))
             level = ERROR if is_one else None  # a rank takes its GPU before the script does
         if gpus and processes and processes > count:
+            takes_own = re.search(r"Trainer\(|Accelerator\(|set_device\(", source_of(call.script or "", doc.path)[0])
+            level = ERROR if takes_own else level
             message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
             if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
                 message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"
@@ -495,7 +530,7 @@ def file_behind_local_rank(doc: Document) -> Iterator[Match]:
     """`deepspeed` puts `--local_rank=N` first, where LLaMA-Factory and transformers' examples look for the file."""
     for call in doc.script.launches:
         first = file_behind(call)
-        if call.tool != "deepspeed" or not first or "no-local-rank" in call.options:
+        if not (first and passes_local_rank(call)):
             continue
         source = source_of(call.script or "", doc.path)[0]
         reads = r"\bargv\b|\brun_exp\b" + ("" if source else r"|\bsrc/train\.py|\brun_\w+\.py$")

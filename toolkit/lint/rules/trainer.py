@@ -90,7 +90,8 @@ def refused_by_grpo(doc: Document) -> Iterator[Match]:
     per_gpu, accumulation = (as_int(doc.get(name, default)) for name, default in defaults.items())
     batch, every = as_int(doc.get("generation_batch_size")), as_int(doc.get("steps_per_generation"))
     if group is not None and group < 2 and not of_swift:
-        yield Match("num_generations", f"{group} is refused: an advantage compares at least 2 completions", "2 or more")
+        message, fix = f"{group} is refused: an advantage compares at least 2 completions", "2, and a batch of 2"
+        yield Match("num_generations", message, fix)
     elif group and per_gpu and accumulation and doc.is_complete and batch is None:
         each = per_gpu * (every or accumulation)
         needs = group // math.gcd(each, group)
@@ -129,6 +130,9 @@ def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
     if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
         included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
         return len(included[1].split(",")) if included else None
+    visible = re.findall(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)\b", call.before)[-1:]
+    if tool == "deepspeed" and visible and not {"num-gpus", "hostfile", "exclude", "num-nodes"} & options.keys():
+        return len(visible[0].split(","))
     if tool in PROCESSES_AND_NODES:
         per_node, nodes = PROCESSES_AND_NODES[tool]
         counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]

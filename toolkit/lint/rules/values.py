@@ -92,6 +92,10 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
         if option := glued_number(doc, name):
             message = "is refused: the number is a part of the name"
             yield Match(name, message, f"`--{option}`", level=OF_OTHERS.get(doc.program))
+    warmup, older = as_float(doc.get("warmup_steps")) or 0, doc.pinned_below("transformers", "5.0.0")
+    if 0 < warmup < 1 and older and doc.program in OUR_PROGRAMS + FOREIGN:
+        message = f"{warmup:g} is no share in {older}, which takes it for a number of steps: no warmup"
+        yield Match("warmup_steps", message, f"`warmup_ratio: {warmup:g}`")
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
@@ -314,9 +318,9 @@ def _other_words(doc: Document) -> Iterator[Match]:
         elif is_word and fold(str(value)) not in map(fold, words):
             near = _near_words(str(value)[:100], words)[:1] if key == "scheduler.type" else []
             takes = launcher_tables()["parameters"].get(*near, ()) if near else ()
-            has_others = takes and doc.block("scheduler.params").keys() - {*takes}  # which it would refuse
-            with_these = f"`{''.join(near)}`, with {', '.join(takes)}"
-            fix = f"remove it, and set `lr_scheduler_type`; or {with_these}" if has_others else None
+            has_others = near and doc.block("scheduler.params").keys() - {*takes}  # which it may refuse
+            with_these = f"; or `{near[0]}`, with {', '.join(takes)}" if takes else ""
+            fix = f"remove it, and set `lr_scheduler_type`{with_these}" if has_others else None
             is_unread = key == "optimizer.type" and occurs(OWN_OPTIMIZER, doc.reader_source)
             level, otherwise = NOTE if is_unread else None, table.get("otherwise", "it raises")
             yield from _not_a_word(place, value, words, otherwise, fix=fix, level=level)
