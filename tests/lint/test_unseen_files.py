@@ -1657,13 +1657,6 @@ def test_a_lost_log_is_a_warning_and_the_options_behind_it_an_error(tmp_path: Pa
     assert levels(findings) == {"2>&1": "warning", "--bf16": "error"}
 
 
-def test_a_job_of_one_node_is_not_elastic(tmp_path: Path) -> None:
-    for nodes, is_said in ((1, False), (4, True)):
-        job = f"#SBATCH --nodes={nodes}\ntorchrun --nnodes=1:4 --rdzv_backend c10d --rdzv_endpoint $H:1 x.py\n"
-        rules = {each.rule for each in lint(tmp_path, a__sbatch=job)}
-        assert ({"elastic-without-restarts", "elastic-shared-store"} <= rules) == is_said
-
-
 @pytest.mark.parametrize(
     ("name", "text", "key", "said"),
     [

@@ -47,12 +47,6 @@ def spans_nodes(doc: Document) -> bool:
     return ((doc.script.nodes or 1) > 1 and not are_alone) or bool(several(doc))
 
 
-def is_elastic(call: LauncherCall) -> bool:
-    """Return True for a torchrun with a lowest and a highest number of nodes."""
-    low, colon, high = (call.options.get("nnodes") or "").partition(":")
-    return bool(colon) and low != high and "{" not in low
-
-
 def is_static(call: LauncherCall) -> bool:
     """Return True for the static rendezvous, in which each node is told its rank."""
     return call.options.get("rdzv-backend") in (None, "static") and "mpirun-hostfile" not in call.options
@@ -243,25 +237,6 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
             requeues = "requeue" in doc.script.directives or doc.script.mentions(r"\bscontrol\s+requeue\b")
             level = None if requeues or doc.kind == SKYPILOT else NOTE
             yield Match("--rdzv-id", message, fix, line=call.line, level=level)
-
-
-@rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
-def elastic_without_restarts(doc: Document) -> Iterator[Match]:
-    """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
-    for call in filter(is_elastic, several(doc, "torchrun")):
-        if call.options.get("max-restarts", "0") == "0":
-            message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
-            yield Match("--max-restarts", message, "`--max-restarts 3`", line=call.line)
-
-
-@rule(WARNING, *SCRIPTS, library="torch", fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-def elastic_shared_store(doc: Document) -> Iterator[Match]:
-    """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
-    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    for call in filter(is_elastic, several(doc, "torchrun")):
-        if not doc.script.mentions(rf"{variable}=[\"']?1"):
-            fix = f"`export {variable}=1`"
-            yield Match(variable, "a node that joins again meets the keys of the attempt before", fix, line=call.line)
 
 
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs

@@ -263,17 +263,6 @@ def variable_behind_command(doc: Document) -> Iterator[Match]:
                 yield Match(name, f"{name} is an argument here", fix, line=call.line, level=level)
 
 
-@rule(ERROR, *SCRIPTS, library="torch", fix="the launcher in front of the script")
-def launcher_behind_script(doc: Document) -> Iterator[Match]:
-    """`python SCRIPT -m LAUNCHER` starts the script alone: `-m` and what follows are its arguments."""
-    pattern = (
-        r"\bpython[\d.]*[ \t]+(\S+\.py)\b(?:[^\n;|&]|\\\n)*?[ \t]-m[ \t]+(torch\.distributed\.\w+|accelerate\.\S+)"
-    )
-    for found, line in doc.script.find(pattern):
-        message = f"{found[1]} gets `-m {found[2]}` as arguments: one process"
-        yield Match(found[2], message, f"`python -m {found[2]} {found[1]}`", line=line)
-
-
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the script's options behind its name")
 def unknown_launcher_option(doc: Document) -> Iterator[Match]:
     """A launcher refuses an option in front of the script's name that it lacks: it may be the script's. `deepspeed` has
