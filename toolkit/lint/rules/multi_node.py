@@ -194,16 +194,6 @@ def standalone_on_several(doc: Document) -> Iterator[Match]:
             yield Match("--standalone", message, fix, line=call.line, level=level)
 
 
-@rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
-def node_rank_unset(doc: Document) -> Iterator[Match]:
-    """LLaMA-Factory and ms-swift pass `NODE_RANK` on to torchrun, and do not look at `RANK` (an error)."""
-    is_unsaid = doc.script.mentions(r"\bNNODES=[\"']?(?!1\b)[1-9]") and not doc.script.mentions("NODE_RANK|RDZV_ID")
-    for call in calls(doc, "llamafactory-cli", "swift") if is_unsaid else ():
-        other = next(doc.script.find(r"(?<![A-Z_])RANK="), None)
-        line, level, why = (other[1], ERROR, "RANK is not read") if other else (call.line, None, "unless exported")
-        yield Match("NODE_RANK", f"every node has rank 0: {why}", "another on each node", line=line, level=level)
-
-
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")
 def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     """`accelerate launch` starts DeepSpeed on several nodes through pdsh. Without a hostfile each node trains alone.
