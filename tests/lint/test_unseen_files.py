@@ -1587,6 +1587,7 @@ def test_deepspeeds_configuration_is_known_without_a_zero_block_and_inside_of_a_
     assert detect_kind({"train_batch_size": 8, **blocks}) == "deepspeed"
     assert detect_kind({"deepspeed_config": {"zero_optimization": {"stage": 2}, **blocks}}) is None
     assert detect_kind({"fsdp": {"sharding_strategy": "FULL_SHARD"}, **blocks}) is None  # that of nobody
+    assert detect_kind({"fsdp": {}, "train_batch_size": 8, "gradient_accumulation_steps": 1, **blocks}) == "deepspeed"
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,8 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
     for call in calls(doc, "deepspeed") if nodes > 1 else ():
         told = call.options.keys() & {"hostfile", "num-nodes", "launcher", "include"} or is_alone(call)
         if re.search(r"\bsrun\b", call.before) and not told and not doc.script.mentions("hostfile|HOSTFILE"):
-            message, fix = (
-                f"{nodes} nodes start a training each: it has no hostfile",
-                "`srun torchrun`, or one deepspeed with it",
-            )
-            yield Match(call.tool, message, fix, line=call.line, library="deepspeed")
+            message = f"{nodes} nodes start a training each: it has no hostfile"
+            yield Match(call.tool, message, "`srun torchrun --nnodes`", line=call.line, library="deepspeed")
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
         is_set = doc.script.mentions(r"\bPET_NNODES=")  # which accelerate hands over to torchrun's parser too
