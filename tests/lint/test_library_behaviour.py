@@ -84,7 +84,7 @@ EXPECTED: dict[str, Any] = {
 }
 # Rules that rest on the same behaviour as another rule.
 SHOWN_BY_ANOTHER = {"yaml-not-auto": "not-auto", "differs-from-json": "not-auto"}
-SHOWN_BY_ANOTHER |= {"no-head": "uneven-processes", "address-of-hostfile": "pdsh-by-default"}
+SHOWN_BY_ANOTHER |= {"no-head": "uneven-processes"}
 SHOWN_BY_ANOTHER |= {"deepspeed-without-standard": "pdsh-by-default", "fsdp1-key-of-trainer": "fsdp2-obsolete-key"}
 # Behaviour that only GPUs, disks or long runs show, and where the library states it: package, module, text.
 FOUND_IN_SOURCE = {
@@ -101,7 +101,6 @@ FOUND_IN_SOURCE = {
     "eight-bits-under-fsdp1": ("torch", "distributed/fsdp/_flat_param.py", "Cannot flatten integer dtype tensors"),
     "local-rank-with-dash": ("torch", "distributed/run.py", 'cmd_args.append(f"--local-rank={macros.local_rank}")'),
     "standalone-on-several": ("torch", "distributed/run.py", 'args.rdzv_endpoint = "localhost:0"'),
-    "refused-hostfile": ("deepspeed", "launcher/runner.py", "Hostfile contains a bad entry"),
     "deepspeed-without-launcher": ("deepspeed", "comm/comm.py", "from mpi4py import MPI"),
     "two-engines": ("accelerate", "commands/launch.py", "You can only use one of `--cpu`, `--multi_gpu`"),
     "rank-of-file": ("accelerate", "utils/launch.py", "args.node_rank = int(args.machine_rank)"),
@@ -130,11 +129,6 @@ FOUND_IN_SOURCE = {
         "trainer/sft_trainer.py",
         "if self.padding_free and not args.packing and args.max_length is not None and not self._is_vision_dataset:",
     ),
-    "precompute-with-adapters": (
-        "trl",
-        "trainer/dpo_trainer.py",
-        "if is_peft_model(self.model) or (args.precompute_ref_log_probs and not self.is_fsdp_enabled):",
-    ),
     "sharded-final-save": (
         "transformers",
         "trainer.py",
@@ -156,7 +150,6 @@ FOUND_IN_SOURCE = {
     ),
     "byte-order-mark": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
     "deepspeed-file-no-json": ("accelerate", "utils/deepspeed.py", "config = json.load(f)"),
-    "weights-of-losses": ("trl", "trainer/dpo_config.py", "len(self.loss_weights) != len(self.loss_type)"),
     "unread-by-trl": ("trl", "trainer/utils.py", "    if model_args.use_peft is False:\n        return None\n"),
     "refused-by-grpo": ("trl", "trainer/grpo_config.py", "if self.generation_batch_size % self.num_generations != 0:"),
     "max-steps-and-epochs": ("transformers", "trainer.py", "if args.max_steps > 0:"),
@@ -172,13 +165,13 @@ FOUND_IN_SOURCE = {
 NOT_INSTALLED = {"axolotl", "llamafactory", "ms-swift", "verl", "openrlhf"}
 # Properties of a cluster or a policy, and costs that are measured elsewhere.
 NOT_SHOWN = {
-    *("remote-by-default", "nvme-in-memory", "sub-group-size-zero"),
+    *("remote-by-default", "sub-group-size-zero"),
     "max-live-parameters-zero",
     "more-processes-than-gpus",
     # of SLURM, and of two jobs at once
-    *("only-first-node", "launcher-per-gpu", "signal-to-batch-shell", "folder-made-too-late"),
+    *("only-first-node", "signal-to-batch-shell", "folder-made-too-late"),
     *("directive-behind-command", "more-processes-than-granted"),
-    *("waits-for-lost-node", "elastic-shared-store"),
+    "waits-for-lost-node",
 }
 
 
@@ -291,12 +284,12 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"removed-training-argument", "deprecated-training-argument", "fsdp-as-words", "sp-below-stage-3"}
     own_tests |= {"wrong-type", "wrong-deepspeed-type", "wrong-argument-type"}
     own_tests |= {"rank-of-first-node", "head-is-localhost", "each-node-alone", "no-rendezvous", "node-rank-missing"}
-    own_tests |= {"fixed-rendezvous-id", "elastic-without-restarts", "refused-by-trainer", "refused-alone"}
+    own_tests |= {"fixed-rendezvous-id", "launcher-per-gpu", "refused-by-trainer", "refused-alone"}
     own_tests |= {"refused-by-trl", "refused-by-deepspeed", "refused-by-peft", "auto-is-kept", "no-batch-size"}
     own_tests |= {"unknown-word", "never-taken", "behind-the-script", "flag-with-value", "unknown-variable"}
     own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
-    own_tests |= {"variable-behind-command", "launcher-behind-script", "unknown-launcher-option", "count-of-slurm"}
+    own_tests |= {"variable-behind-command", "unknown-launcher-option", "count-of-slurm"}
     own_tests |= {"unknown-script-option", "folder-of-copy", "script-missing", "server-in-front"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {
@@ -375,7 +368,7 @@ RAISES = {
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
     },
-    ("trl", "trainer/dpo_config.py"): {"`loss_weights`": "weights-of-losses"},
+    ("trl", "trainer/dpo_config.py"): {"`loss_weights`": "lists that hardly any file has"},
     ("trl", "trainer/model_config.py"): {"You can't use 8 bit and 4 bit": "four-and-eight-bits"},
     ("trl", "trainer/distillation_config.py"): {
         "beta must be in": "experimental, and `beta` is also DPO's",

@@ -1587,6 +1587,7 @@ def test_deepspeeds_configuration_is_known_without_a_zero_block_and_inside_of_a_
     assert detect_kind({"train_batch_size": 8, **blocks}) == "deepspeed"
     assert detect_kind({"deepspeed_config": {"zero_optimization": {"stage": 2}, **blocks}}) is None
     assert detect_kind({"fsdp": {"sharding_strategy": "FULL_SHARD"}, **blocks}) is None  # that of nobody
+    assert detect_kind({"fsdp": {}, "train_batch_size": 8, "gradient_accumulation_steps": 1, **blocks}) == "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -1655,13 +1656,6 @@ def test_a_key_that_the_command_overrides_is_not_the_files(tmp_path: Path) -> No
 def test_a_lost_log_is_a_warning_and_the_options_behind_it_an_error(tmp_path: Path) -> None:
     findings = lint(tmp_path, a__sh="torchrun x.py \\\n  --seed 1\n2>&1 | tee log\n  --bf16\n")
     assert levels(findings) == {"2>&1": "warning", "--bf16": "error"}
-
-
-def test_a_job_of_one_node_is_not_elastic(tmp_path: Path) -> None:
-    for nodes, is_said in ((1, False), (4, True)):
-        job = f"#SBATCH --nodes={nodes}\ntorchrun --nnodes=1:4 --rdzv_backend c10d --rdzv_endpoint $H:1 x.py\n"
-        rules = {each.rule for each in lint(tmp_path, a__sbatch=job)}
-        assert ({"elastic-without-restarts", "elastic-shared-store"} <= rules) == is_said
 
 
 @pytest.mark.parametrize(

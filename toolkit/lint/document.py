@@ -680,7 +680,8 @@ def detect_kind(data: dict[str, Any]) -> str | None:
         # A script's own file has batch sizes by DeepSpeed's names too; DeepSpeed's has little else.
         share = 2 if best == DEEPSPEED else 8
         is_one = best == DEEPSPEED and len(data) == len(blocks) == 1  # a part of a configuration, which a script reads
-        return best if counts[best] * share >= len(keys) and not is_one else None
+        has_enough = counts[best] * share >= len(keys) or (best == DEEPSPEED == _kind_by_value(data))
+        return best if has_enough and not is_one else None
     for kind, decisive in () if (by_value := _kind_by_value(data)) else DECISIVE_KEYS.items():
         if any(nearest(key, decisive, cutoff=0.85) for key in sorted(keys)[:50]):
             return kind

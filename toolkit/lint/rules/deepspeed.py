@@ -11,7 +11,6 @@ from toolkit.convert.job_script import launcher_tables
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
-from toolkit.hardware.disks import mount_of
 from toolkit.lint import document, named_files
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, SCRIPTS, SUFFIXES, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
@@ -131,22 +130,6 @@ def batch_arithmetic(doc: Document) -> Iterator[Match]:
 
 
 # -- offload
-
-
-@rule(WARNING, DEEPSPEED, library="deepspeed", fix="a folder on a local disk")
-def nvme_in_memory(doc: Document) -> Iterator[Match]:
-    """The path is on a file system in host memory: offloading there frees nothing."""
-    for part in ("optimizer", "param"):
-        key = f"zero_optimization.offload_{part}.nvme_path"
-        path = doc.get(key)
-        if settings.offload_device(doc, part) != "nvme" or not isinstance(path, str):
-            continue
-        try:
-            mount = mount_of(Path(path))
-        except (OSError, ValueError):  # no /proc/mounts, or a path that no file system takes
-            continue
-        if mount is not None and mount.kind == "memory":
-            yield Match(key, f"{shorten(path)} is on {mount.filesystem}, in host memory", "a local disk")
 
 
 # -- sizes and communication

@@ -47,12 +47,6 @@ def spans_nodes(doc: Document) -> bool:
     return ((doc.script.nodes or 1) > 1 and not are_alone) or bool(several(doc))
 
 
-def is_elastic(call: LauncherCall) -> bool:
-    """Return True for a torchrun with a lowest and a highest number of nodes."""
-    low, colon, high = (call.options.get("nnodes") or "").partition(":")
-    return bool(colon) and low != high and "{" not in low
-
-
 def is_static(call: LauncherCall) -> bool:
     """Return True for the static rendezvous, in which each node is told its rank."""
     return call.options.get("rdzv-backend") in (None, "static") and "mpirun-hostfile" not in call.options
@@ -102,11 +96,8 @@ def each_node_alone(doc: Document) -> Iterator[Match]:
     for call in calls(doc, "deepspeed") if nodes > 1 else ():
         told = call.options.keys() & {"hostfile", "num-nodes", "launcher", "include"} or is_alone(call)
         if re.search(r"\bsrun\b", call.before) and not told and not doc.script.mentions("hostfile|HOSTFILE"):
-            message, fix = (
-                f"{nodes} nodes start a training each: it has no hostfile",
-                "`srun torchrun`, or one deepspeed with it",
-            )
-            yield Match(call.tool, message, fix, line=call.line, library="deepspeed")
+            message = f"{nodes} nodes start a training each: it has no hostfile"
+            yield Match(call.tool, message, "`srun torchrun --nnodes`", line=call.line, library="deepspeed")
     for call in calls(doc, *NODE_COUNT) if nodes > 1 else ():
         named = call.options.keys() & {NODE_COUNT[call.tool], "config-file", "standalone"} or is_alone(call)
         is_set = doc.script.mentions(r"\bPET_NNODES=")  # which accelerate hands over to torchrun's parser too
@@ -200,16 +191,6 @@ def standalone_on_several(doc: Document) -> Iterator[Match]:
             yield Match("--standalone", message, fix, line=call.line, level=level)
 
 
-@rule(NOTE, *SCRIPTS, library="llamafactory", fix="NODE_RANK, another on each node")
-def node_rank_unset(doc: Document) -> Iterator[Match]:
-    """LLaMA-Factory and ms-swift pass `NODE_RANK` on to torchrun, and do not look at `RANK` (an error)."""
-    is_unsaid = doc.script.mentions(r"\bNNODES=[\"']?(?!1\b)[1-9]") and not doc.script.mentions("NODE_RANK|RDZV_ID")
-    for call in calls(doc, "llamafactory-cli", "swift") if is_unsaid else ():
-        other = next(doc.script.find(r"(?<![A-Z_])RANK="), None)
-        line, level, why = (other[1], ERROR, "RANK is not read") if other else (call.line, None, "unless exported")
-        yield Match("NODE_RANK", f"every node has rank 0: {why}", "another on each node", line=line, level=level)
-
-
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="torchrun, or --deepspeed_multinode_launcher standard")
 def deepspeed_without_standard(doc: Document) -> Iterator[Match]:
     """`accelerate launch` starts DeepSpeed on several nodes through pdsh. Without a hostfile each node trains alone.
@@ -243,25 +224,6 @@ def fixed_rendezvous_id(doc: Document) -> Iterator[Match]:
             requeues = "requeue" in doc.script.directives or doc.script.mentions(r"\bscontrol\s+requeue\b")
             level = None if requeues or doc.kind == SKYPILOT else NOTE
             yield Match("--rdzv-id", message, fix, line=call.line, level=level)
-
-
-@rule(WARNING, *SCRIPTS, library="torch", fix="--max-restarts above 0")
-def elastic_without_restarts(doc: Document) -> Iterator[Match]:
-    """A lost node counts as a restart: with `--max-restarts 0`, the default, an elastic run ends with it."""
-    for call in filter(is_elastic, several(doc, "torchrun")):
-        if call.options.get("max-restarts", "0") == "0":
-            message = f"--nnodes {call.options['nnodes']} ends with the first node that is lost"
-            yield Match("--max-restarts", message, "`--max-restarts 3`", line=call.line)
-
-
-@rule(WARNING, *SCRIPTS, library="torch", fix="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-def elastic_shared_store(doc: Document) -> Iterator[Match]:
-    """torchrun's store keeps the keys of the attempt before: a node that joins again waits forever."""
-    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    for call in filter(is_elastic, several(doc, "torchrun")):
-        if not doc.script.mentions(rf"{variable}=[\"']?1"):
-            fix = f"`export {variable}=1`"
-            yield Match(variable, "a node that joins again meets the keys of the attempt before", fix, line=call.line)
 
 
 # -- sbatch files: what runs on which node, what a signal reaches, what a requeue needs

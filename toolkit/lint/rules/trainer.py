@@ -146,15 +146,6 @@ def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
     return as_int(options.get("num-processes") or in_yaml)
 
 
-@rule(ERROR, TRAINER, library="trl", fix="as many weights as losses")
-def weights_of_losses(doc: Document) -> Iterator[Match]:
-    """TRL's DPOConfig refuses `loss_weights` that are not as many as the words of `loss_type`."""
-    losses, weights = doc.get("loss_type", "sigmoid"), doc.get("loss_weights")
-    count = len(losses) if isinstance(losses, list) else 1
-    if isinstance(weights, list) and len(weights) != count and doc.program == "trl":
-        yield Match("loss_weights", f"{len(weights)} weights for {count} losses", f"{count} weights")
-
-
 @rule(WARNING, TRAINER, library="pyyaml", fix="a number with a dot: 1.0e-4")
 def number_as_text(doc: Document) -> Iterator[Match]:
     """YAML 1.1 reads `1e-4`, without a dot, as text, and transformers' parser converts nothing: the optimizer raises.
