@@ -331,7 +331,6 @@ def test_a_model_of_another_shape_or_owner_is_not_planned_as_a_known_one(name: s
         ("Qwen/Qwen3-32B-AWQ", "Qwen/Qwen3-32B"),
         ("unsloth/Qwen3-4B-Instruct-2507-GGUF", "Qwen/Qwen3-4B"),
         ("unsloth/gemma-3-27b-it-qat-bnb-4bit", "google/gemma-3-27b-it"),
-        ("Qwen/Qwen2.5-VL-3B-Instruct-AWQ", "Qwen/Qwen2.5-VL-3B-Instruct"),
         ("qwen2.5vl:7b", "Qwen/Qwen2.5-VL-7B-Instruct"),
         ("mlx-community/Qwen3-8B-4bit", "Qwen/Qwen3-8B"),
         ("somebody/Llama-3.2-3B-Instruct-Q4_K_M-GGUF", "meta-llama/Llama-3.2-3B"),
