@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -151,6 +152,15 @@ def browser() -> Iterator[Any]:
 
     with chromium() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def wheel(build_once: BuildOnce) -> Path:
+    """The wheel of this package, built as a person builds it."""
+    words = ["wheel", str(Path(__file__).parents[1]), "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    command = [sys.executable, "-m", "pip", *words]
+    run = partial(subprocess.run, check=True, capture_output=True, timeout=300)
+    return next(build_once("wheel", lambda folder: run([*command, str(folder)])).glob("finetune_toolkit-*.whl"))
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,6 @@ ENGINE_WORDS = {"none", "ddp", "deepspeed", "fsdp2", "pipeline", "shard_optimize
 ENGINE_WORDS |= {"hybrid_shard", "replicate"}
 # Limits that only fall. What ranks read back, which another process wrote, is compared by its words.
 BRANCHES = {"observe": 5, "plan": 10, "checkpoint": 1}
-NAMES_DEEPSPEED = 15  # files: keys of configurations, what users read, and the plan
 
 
 def branches_on_engines(path: Path) -> Iterator[str]:
@@ -123,21 +122,6 @@ def branches_on_engines(path: Path) -> Iterator[str]:
             keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
             if len(keys & ENGINE_WORDS) > 1:
                 yield f"a table by {sorted(keys & ENGINE_WORDS)}"
-
-
-def words_of_code(path: Path) -> Iterator[str]:
-    """Yield names and texts, but no docstrings."""
-    docstrings = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
-    for node in nodes_of(path):
-        if id(node) not in docstrings:
-            yield from (value for _, value in ast.iter_fields(node) if isinstance(value, str))
-
-
-def test_few_files_outside_of_the_engines_name_deepspeed() -> None:
-    packages = {path: package_of(name_of(path)) for path in MODULES}
-    others = [path for path, package in packages.items() if package not in ("engines", "lint", "convert")]
-    naming = [path for path in others if any("deepspeed" in word.lower() for word in words_of_code(path))]
-    assert len(naming) <= NAMES_DEEPSPEED, sorted(map(str, naming))
 
 
 def test_what_an_engine_does_is_asked_of_it_and_not_of_its_name() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from launching import ROOT, nightly_launch
 from served_page import served_page
-from wheels import build_wheel
 
 FIXTURES = ROOT / "tests" / "fixtures"
 MODEL = str(FIXTURES / "qwen3-8b")
@@ -38,11 +37,6 @@ NEED_TRAIN = (
     "plan {run}/bamba.json --num-processes 2 --gpu h100",  # an architecture without formulas
 )
 JOB = "--model_name_or_path {model} --dataset {rows} --max_steps 3 --max_seq_length 64 --per_device_train_batch_size 1"
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def run(*words: object, cwd: Path, seconds: int = 300, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -44,7 +44,6 @@ PODS, SKY = "kubernetes --preset zero2 --nodes 2", "skypilot --preset zero2 --no
         # hosts: ssh would read some as an option, and a shell as two words
         (f"{SSH} --host node1", "--nodes 2 needs 2 --host, got 1\n  hint: --host node1 --host node2"),
         ("ssh --preset ddp --nodes 1 --host=-oProxyCommand=x", "expected a host name or an address"),
-        ("ssh --preset ddp --nodes 1 --host=", "expected a host name or an address"),
         (f"{PODS} --mount r=/", "--mount is 'r=/', expected SOURCE=/PATH"),
         (f"{PODS} --mount runs=/runs", "--container is missing: a pod runs an image"),
         (f"{PODS} --container i --mount a=/data", "in no folder that all nodes mount (/data)"),

@@ -153,22 +153,6 @@ def test_every_request_is_for_the_pages_own_folder(page: Page, requests: list[st
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("[1]", "models/bad/config.json"),
-        ('{"model_type": "llama", "hidden_size": 64}', "has no `num_attention_heads`"),
-        ('{"model_type": "llama", "num_hidden_layers": 99999999}', "expected an integer from 0 to 2,000"),
-        ('{"model_type": "mamba", "hidden_size": 64}', "transformers has to count this architecture"),
-    ],
-)
-def test_a_configuration_that_is_refused_has_the_commands_message(page: Page, config: str, message: str) -> None:
-    request = {"command": "plan", "model": "models/bad", "fields": {"gpu": "h100", "gpus": "8"}, "config": config}
-    error = ask(page, request)["error"]
-    assert message in error["message"]
-    assert error["field"] == "model"
-
-
-@pytest.mark.parametrize(
     ("code", "status", "message"),
     [
         ("GatedRepo", 401, "is gated"),

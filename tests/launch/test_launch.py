@@ -53,10 +53,8 @@ def test_a_run_uses_all_visible_gpus_or_two_processes_on_a_cpu_and_a_plan_is_for
     ("name", "value", "message"),
     [
         ("timeout_minutes", 0.0, "--timeout-minutes is 0, expected more than 0"),
-        ("timeout_minutes", float("nan"), "--timeout-minutes is nan, expected more than 0"),
         ("timeout_minutes", float("inf"), "--timeout-minutes is inf, expected 527,040 or less"),
         ("hang_timeout_minutes", float("nan"), "--hang-timeout-minutes is nan, expected 0 or more"),
-        ("stop_minutes", 1e300, "--stop-minutes is 1e+300, expected 527,040 or less"),
         ("max_restarts", 10**20, f"--max-restarts is {10**20}, expected 1,000 or less"),
     ],
 )

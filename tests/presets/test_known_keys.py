@@ -53,12 +53,8 @@ def preset_with(folder: Path, file: str, key: str, value: Any) -> Path:
     [
         ("yaml", "distributed_typ", "distributed_type"),
         ("yaml", "fsdp_config.fsdp_reshard_after_forwrd", "fsdp_reshard_after_forward"),
-        ("yaml", "deepspeed_config.deepspeed_config_fil", "deepspeed_config_file"),
-        ("yaml", "parallelism_config.parallelism_config_dp_shard_siz", "parallelism_config_dp_shard_size"),
         ("json", "gradient_cliping", "gradient_clipping"),
-        ("json", "zero_optimization.reduce_bucket", "reduce_bucket_size"),
         ("json", "zero_optimization.offload_param.devise", "device"),
-        ("json", "fp16.loss_scal", "loss_scale"),
         ("json", "elasticity", None),  # DeepSpeed removed it
     ],
 )

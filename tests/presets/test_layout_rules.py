@@ -73,7 +73,6 @@ ACROSS = "a packed row's documents would attend to each other across ranks"
         ("ep", 8, {"ep": 3}, "--ep 3 does not divide the 8 processes", "`--ep 2`"),
         # what sequences and stages do not train with
         ("cp", 8, {"packing": "true"}, f"--packing does not work under preset 'cp': {ACROSS}", "leave it out"),
-        ("ulysses", 8, {"packing": "true"}, f"--packing does not work under preset 'ulysses': {ACROSS}", "leave it"),
         ("pipeline_1f1b", 8, {"pp": 4, "gradient_accumulation_steps": 2},
          "--pipeline_schedule 1f1b fills 4 stages with 2 micro-batches", "`--gradient_accumu"),
         ("pipeline_1f1b", 8, {**INTERLEAVED, "pipeline_chunks": 1},

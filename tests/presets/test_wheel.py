@@ -7,15 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
 from launching import ROOT
 from preset_files import listed_presets
-from wheels import build_wheel
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_carries_the_presets_byte_for_byte_and_what_is_not_python(wheel: Path) -> None:
