@@ -27,10 +27,10 @@ BEST_MATMUL_SHARE = {
     **{"a100-40gb": 0.869, "a100-80gb": 0.869, "a100-40gb-pcie": 0.811, "a100-80gb-pcie": 0.811, "h100-sxm": 0.803},
     **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
     **{"l4": 0.586, "h100-pcie": 0.656, "t4": 0.657, "l40s": 0.743, "v100-16gb": 0.759, "v100-32gb": 0.759},
-    **{"rtx-a6000": 0.797, "rtx-pro-6000": 0.83, "l20": 0.955, "h20-96gb": 0.961, "h20-141gb": 0.961},
+    **{"a40": 0.817, "rtx-a6000": 0.797, "rtx-pro-6000": 0.83, "l20": 0.955, "h20-96gb": 0.961, "h20-141gb": 0.961},
 }
 UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
-# GeForce cards run above the clock of their data sheets: the median there of 11, from 0.91 (RTX 5080) to 1.14 (5090).
+# GeForce cards run above the clock of their data sheets: the median there of 12, from 0.91 (RTX 5080) to 1.14 (5090).
 GEFORCE, GEFORCE_MATMUL_SHARE = ("rtx-3", "rtx-4", "rtx-5"), 1.03
 # Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
 # (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
