@@ -28,13 +28,14 @@ def test_intervals_cover_nine_of_ten_speeds_of_a_source_that_was_left_out() -> N
     assert statistics.mean(held_out.values()) == pytest.approx(COVERED, abs=0.1)
 
 
-# The second ones are of the planner as the first ones had mended it.
+# Each is of the planner as the ones before had mended it.
 @pytest.mark.parametrize(
     ("half", "at_first_look", "outside"),
     [
         ("fifth", (59, 77), []),
         ("sixth", (14, 15), ["gputest-8b-full-rtx-pro-6000"]),
         ("seventh", (63, 70), ["aws-8b-32xh100", "aws-mistral-32xh100", "math-8b-qlora", "math-8b-full"]),
+        ("eighth", (9, 9), []),
     ],
 )
 def test_speeds_that_nobody_had_used_are_inside_of_their_intervals_since_they_were_seen(

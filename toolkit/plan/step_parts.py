@@ -21,19 +21,17 @@ from toolkit.plan.interconnect import Estimate, Interconnect
 from toolkit.plan.planned_job import PlannedJob, with_attention
 from toolkit.plan.training_setup import TrainingSetup, stage_shape
 
-# Best measured share of the dense peak in a large bf16 matrix multiplication (stas00/ml-engineering,
-# compute/accelerator, "Maximum Achievable Matmul FLOPS", 2025; the last two lines: zzc0721/torch-performance-test-data,
-# T4 and V100 in fp16). The shapes of a model's layers reach nine tenths of it.
+# Best measured share of the dense peak in a large bf16 matrix product (stas00/ml-engineering, "Maximum Achievable
+# Matmul FLOPS"; from the L4 on zzc0721/torch-performance-test-data, T4 and V100 in fp16); layers reach 0.9 of it.
 BEST_MATMUL_SHARE = {
     **{"a100-40gb": 0.869, "a100-80gb": 0.869, "a100-40gb-pcie": 0.811, "a100-80gb-pcie": 0.811, "h100-sxm": 0.803},
     **{"h200": 0.803, "b200": 0.776, "gh200-96gb": 0.836, "mi250x": 0.767, "mi300x": 0.601},
     **{"l4": 0.586, "h100-pcie": 0.656, "t4": 0.657, "l40s": 0.743, "v100-16gb": 0.759, "v100-32gb": 0.759},
-    **{"rtx-a6000": 0.797, "rtx-pro-6000": 0.83, "l20": 0.955, "h20-96gb": 0.961, "h20-141gb": 0.961},
+    **{"a40": 0.817, "rtx-a6000": 0.797, "rtx-pro-6000": 0.83, "l20": 0.955, "h20-96gb": 0.961, "h20-141gb": 0.961},
 }
 UNLISTED_MATMUL_SHARE, LAYER_MATMUL_SHARE = 0.869, 0.9
-# GeForce cards run above the clock of their data sheets: the median of 12 of series 30 to 50 there, which have 0.91 (an
-# RTX 5080) to 1.14 (an RTX 5090).
-GEFORCE, GEFORCE_MATMUL_SHARE = ("rtx-3", "rtx-4", "rtx-5"), 1.04
+# GeForce cards run above the clock of their data sheets: the median there of 12, from 0.91 (RTX 5080) to 1.14 (5090).
+GEFORCE, GEFORCE_MATMUL_SHARE = ("rtx-3", "rtx-4", "rtx-5"), 1.03
 # Share of the dense peak in attention's kernels, forward and backward, causal: FlashAttention 2 on A100 and on H100
 # (https://arxiv.org/abs/2307.08691, figures 4 and 7), FlashAttention 3 on H100 (https://arxiv.org/abs/2407.08608,
 # figures 5 and 6). SDPA has the second one. FlashAttention 2 has no instructions of Blackwell's, and is as fast as on
@@ -192,9 +190,9 @@ def fp32_experts_seconds(setup: TrainingSetup, gpu: Gpu, *, peak: float, tokens:
     shape, fp32 = setup.shape, gpu.peak_flops("fp32")
     if not setup.engine.autocasts or setup.weights.adapters or fp32 is None or not shape.num_experts:
         return 0.0
-    share = best_matmul_share(gpu) * LAYER_MATMUL_SHARE
     experts = sum(tensor.num_elements for layer in shape.layers for tensor in layer if tensor.is_fused_experts)
     operations = (8 if setup.job.activation_checkpointing else 6) * experts * (shape.experts_per_token or 1)
+    share = best_matmul_share(gpu) * LAYER_MATMUL_SHARE
     return tokens * operations / shape.num_experts * (1 / fp32 - 1 / peak) / share
 
 

@@ -227,8 +227,7 @@ def step_time(
 
     best, estimate, worst = map(seconds, range(3))
     wider = tuple(_wider(setup, interconnect, launch_bound=on_host > on_gpu))
-    published = _has_published_rows(interconnect)
-    highest = _highest_share(setup) if published else best_matmul_share(interconnect.gpu)
+    highest = _highest_share(setup) if _has_published_rows(interconnect) else best_matmul_share(interconnect.gpu)
     spread = math.hypot(SPREAD, SOURCE_SPREAD, math.log(worst / best) / 2, *(WIDER[reason] for reason in wider))
     # No interval reaches above what anyone has measured, the user included.
     operations = causal.hardware_flops + job.method.scoring_forwards * scored.hardware_flops
