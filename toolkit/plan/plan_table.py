@@ -99,8 +99,8 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield from (f"Not planned: {note}." for note in numerics_notes(job.numerics, kinds))
     # what `compute_metrics` would need, where nothing says whether another program has one
     if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
-        row = 2 * FP32_BYTES * job.tokens_per_row * request.shape.vocab_size
-        yield f"Not planned: logits kept for compute_metrics, {row / GIB:.2f} GiB per row evaluated (`--eval-rows`)."
+        kept = 2 * FP32_BYTES * job.tokens_per_row * request.shape.vocab_size
+        yield f"Not planned: logits kept for compute_metrics, {kept / GIB:.2f} GiB per row evaluated (`--eval-rows`)."
     if (attention := job.attention_with_scores) and request.shape.activations_from != "formulas":
         yield f"Not planned: what {attention} attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
