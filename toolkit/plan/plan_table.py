@@ -85,7 +85,7 @@ def print_json(model: str, answer: PlanAnswer, **more: Any) -> None:
 
 def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     """Yield the answer, a table of the plans, time and cost if they are asked for, and with `parts` all details."""
-    request, plans, (chosen, _) = answer.request, answer.ordered, answer.chosen
+    request, job, plans, (chosen, _) = answer.request, answer.request.job, answer.ordered, answer.chosen
     yield from (summary(answer), _heading(answer), "")
     yield from _table(answer)
     yield ""
@@ -95,10 +95,13 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
-    kinds = ("", "full" if request.job.lora_r is None else "lora", request.job.method.method)
-    yield from (f"Not planned: {note}." for note in numerics_notes(request.job.numerics, kinds))
-    yield from _kept_logits(request)
-    if (attention := request.job.attention_with_scores) and request.shape.activations_from != "formulas":
+    kinds = ("", "full" if job.lora_r is None else "lora", job.method.method)
+    yield from (f"Not planned: {note}." for note in numerics_notes(job.numerics, kinds))
+    # what `compute_metrics` would need, where nothing says whether another program has one
+    if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
+        kept = 2 * FP32_BYTES * job.tokens_per_row * request.shape.vocab_size
+        yield f"Not planned: logits kept for compute_metrics, {kept / GIB:.2f} GiB per row evaluated (`--eval-rows`)."
+    if (attention := job.attention_with_scores) and request.shape.activations_from != "formulas":
         yield f"Not planned: what {attention} attention saves of {request.shape.model_type}."
     refused = [plan for plan in plans if plan.host_refusal is not None]
     yield from (
@@ -126,14 +129,6 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
         yield "Presets that divide layers, sequences or experts: `toolkit recommend` plans them too."
     what = "" if parts else f"What the memory is for: `--parts`{more}. "
     yield f"{what}Compared with one H200, never with several GPUs."
-
-
-def _kept_logits(request: PlanRequest) -> Iterator[str]:
-    """What `compute_metrics` would need, where another program evaluates and nothing says whether it has one."""
-    job = request.job
-    if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
-        row = 2 * FP32_BYTES * job.tokens_per_row * request.shape.vocab_size
-        yield f"Not planned: logits kept for compute_metrics, {row / GIB:.2f} GiB per row evaluated (`--eval-rows`)."
 
 
 def summary(answer: PlanAnswer) -> str:

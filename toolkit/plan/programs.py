@@ -135,6 +135,7 @@ PROGRAMS: Mapping[str, Program] = {
         full_numerics=_BF16,
         quantized_numerics={"sharded_4bit": False, **_LINEAR_ALONE},  # quant_args.py: `bnb_4bit_quant_storage`
         method_loss=dict.fromkeys(("dpo", "kto"), "simpo") | dict.fromkeys(("grpo", "rloo"), "completions"),
+        notes={"sft": "logits of answers alone (`use_logits_to_keep`): those of prompts are planned, but not made"},
         any_attention=True,
     ),
     "unsloth": Program(
