@@ -75,7 +75,7 @@ def test_bundled_models_are_planned_without_the_libraries_that_train(each: int) 
 @pytest.mark.nightly
 def test_terms_of_families_are_those_that_the_installed_transformers_gives() -> None:
     names = ["LiquidAI/LFM2-1.2B", "Qwen/Qwen3.5-0.8B", "Qwen/Qwen3-VL-2B-Instruct", "tiiuae/Falcon-H1-0.5B-Base"]
-    command = [sys.executable, "tools/family_terms.py", "--again", "--check", *names]
+    command = [sys.executable, "tests/scripts/family_terms.py", "--again", "--check", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert len(done.stdout.split("\n")) >= len(names), "one of them has no terms"

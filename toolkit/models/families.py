@@ -1,7 +1,7 @@
 """Other sizes of a family that transformers counted: tensors by the family's terms, activations scaled by widths.
 
 `terms.json` beside a counted model has each dimension of its tensors as a sum of products of sizes in the
-configuration (`tools/family_terms.py` derives it). Tensors of another size are exact, or the family is not
+configuration (`tests/scripts/family_terms.py` derives it). Tensors of another size are exact, or the family is not
 used. What its layers save is scaled from the nearest counted size, by the widths that a token passes through.
 
 `fields.json` beside it has the fields of its configuration as transformers resolves them (`bundled_models.py` there

@@ -1,7 +1,7 @@
 """Derive how the tensors of the counted models follow from their configurations, into `terms.json` beside each count.
 
-    python tools/family_terms.py                  # those without terms
-    python tools/family_terms.py --again --check  # derive all again, and compare: the nightly job
+    python tests/scripts/family_terms.py                  # those without terms
+    python tests/scripts/family_terms.py --again --check  # derive all again, and compare: the nightly job
 
 Each size in a configuration is doubled, alone and where needed in pairs, and the model is built on the meta device each
 time, cut to as few layers as have all kinds. What does not follow as a sum of products is left out, and so is a size

@@ -1,7 +1,7 @@
 """Count the bundled models that have no formulas, as transformers builds them, into files beside their configurations.
 
-    python tools/bundled_models.py                  # those without a count; as often as it takes
-    python tools/bundled_models.py --again --check  # count all again, and compare: the nightly job
+    python tests/scripts/bundled_models.py                  # those without a count; as often as it takes
+    python tests/scripts/bundled_models.py --again --check  # count all again, and compare: the nightly job
 
 A count takes 10 to 60 s of a processor, more than `toolkit plan` spends.
 It is what `toolkit plan` reads in an installation without transformers.
