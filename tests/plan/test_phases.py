@@ -1,6 +1,7 @@
 """Moments of a job beside its steps, and what engines hold in them: compared with the libraries on a CPU."""
 
 import inspect
+import json
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from command_line import run_command
 from live_bytes import LiveBytes
-from model_configs import LLAMA_8B_PARAMS, llama_8b
+from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
 from planned_commands import planned_command
 
 from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import job_weights
+from toolkit.models.read_model import read_model
 from toolkit.plan.memory import MemoryPlan, plan_memory
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.phases import PhaseMemory
@@ -71,6 +73,21 @@ def test_fsdp1s_root_unit_has_the_embedding_and_stays_whole_from_forward_to_back
     of_fsdp1, of_fsdp2 = (phase("forward", "fsdp2", 8, lora_r=8, fsdp1=fsdp1) for fsdp1 in (True, False))
     assert of_fsdp1.buffer_bytes - of_fsdp2.buffer_bytes == 2 * VOCABULARY * HIDDEN
     assert phase("step", "fsdp2", 8, fsdp1=True) == phase("step", "fsdp2", 8)
+
+
+@pytest.mark.parametrize(("lora_r", "name", "traced_gib"), [(8, "forward", 4.95), (None, "backward", 10.93)])
+def test_fsdp2_gathers_an_untied_embedding_beside_the_first_layer(
+    tmp_path: Path, lora_r: int | None, name: str, traced_gib: float
+) -> None:
+    """Traced once: `toolkit rehearse --preset fsdp2 --num-processes 8 --fake-tensors`, with four wide layers."""
+    wide = {"num_hidden_layers": 4, "intermediate_size": 40_000, "vocab_size": 200_000}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(LLAMA_8B_CONFIG.read_text()) | wide))
+    options: dict[str, Any] = {"max_seq_length": 256, "lora_r": lora_r, "activation_checkpointing": True}
+    job = PlannedJob.from_options(PlanOptions(per_device_train_batch_size=1, **options), full_length=True)
+    plan = plan_memory(read_model(str(path)), load_preset("fsdp2"), world_size=8, job=job)
+    found = next(each.allocated_bytes for each in plan.phases if each.phase == name)
+    assert found / GIB == pytest.approx(traced_gib, rel=0.02)
 
 
 @pytest.mark.parametrize(("optim", "copies"), [("adamw_torch", 1), ("adamw_torch_fused", 0)])

@@ -15,7 +15,7 @@ from toolkit.parallel.layout import PARALLEL_KEY, ParallelLayout
 
 # FSDP2 in the backward: parameters of the layer and of the next one, gradients, and the input of the reduce-scatter
 # (torch, `_fsdp_param_group.py`, `post_backward` and `_prefetch_unshard`). Without resharding all parameters are there
-# anyway, and are freed layer by layer; frozen layers have no gradients, and the first layer has no next one.
+# anyway, and are freed layer by layer; frozen layers have no gradients. Next to the first is an untied embedding.
 PARAMETER_LAYERS = 2
 FORWARD_LAYERS = 3  # the layer, the next one, and the buffer it is gathered through
 # accelerate's key -> the key of `TrainingArguments.fsdp_config` (transformers 5.23, `_process_fsdp_args`), which
@@ -107,10 +107,12 @@ class FullyShard(Engine):
         last_gathered = layer if is_tied else root
         return EngineBuffers(
             forward_bytes=element * ((root if resharded else unsharded) + last_gathered),
+            # The buffer of an untied embedding stays until the first layer's is made (`wait_for_unshard`).
+            start_bytes=element * (root + weights.embedding + layer) if resharded and not is_tied else 0,
             forward_layer_bytes=element * FORWARD_LAYERS * layer if resharded else 0,
             loss_bytes=element * (root if resharded else unsharded),
             backward_bytes=element * (unsharded + (PARAMETER_LAYERS * layer if resharded else 0)) + gradients,
-            first_layer_bytes=element * layer + gradients,
+            first_layer_bytes=element * (layer + (0 if is_tied else weights.embedding)) + gradients,
             end_bytes=(element + reduced) * embedding + reduced * (embedding // settings.shard_ranks) or element * root,
             accumulated_bytes=reduced * weights.num_trained if job.keeps_whole_gradients else 0,
             step_bytes=OPTIMIZERS[job.optim].step_copies * states.gradient_bytes,

@@ -54,6 +54,7 @@ class EngineBuffers:
     lasting_bytes: int = 0  # during the entire run
     waiting_bytes: int = 0  # until the last accumulation step is reduced: buckets beside the gradients that wait
     load_bytes: int = 0  # while the engine is built, in addition to the parameters
+    start_bytes: int = 0  # before the first layer's forward
     forward_layer_bytes: int = 0  # while one layer runs forward
     forward_bytes: int = 0  # at the end of the forward
     loss_bytes: int = 0  # between forward and backward

@@ -227,6 +227,7 @@ def forward(rank: Rank) -> Iterator[PhaseMemory]:
     """In the last layer; at the end, when the logits exist in two dtypes; while ZeRO-3 prefetches the head."""
     batch, buffers, gradients = rank.batch, rank.buffers, rank.waiting_gradients
     in_layer = batch.exchanged + batch.copies.saved
+    yield _moment(rank, "forward", gradients, buffers=buffers.start_bytes)
     yield _moment(rank, "forward", gradients, batch.saved, buffers=buffers.forward_layer_bytes + in_layer)
     at_end = buffers.forward_bytes + batch.copies.forward + batch.copies.head + rank.prefetched
     yield _moment(rank, "forward", gradients, batch.saved + batch.outer, logits=batch.logits[0], buffers=at_end)
