@@ -9,7 +9,8 @@ import pytest
 from launching import ROOT
 
 from toolkit.errors import ToolkitError
-from toolkit.record.shared_run import SharedRun, check_shared_rows, median_interval
+from toolkit.record.measurements import median_interval
+from toolkit.record.shared_run import SharedRun, check_shared_rows
 
 SCHEMA = ROOT / "docs" / "reference" / "shared-run.schema.json"
 SECRET = "secret-7f3a"

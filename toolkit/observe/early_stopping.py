@@ -8,7 +8,6 @@ step need rank 0, so the decision has been there for a step. Deciding and readin
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import TrainerCallback
 from toolkit.observe.observed_run import ObservedRun
 from toolkit.observe.signals import join_store
 from toolkit.observe.timer import StepTimer
+from toolkit.record.measurements import median_interval
 
 MIN_TIMED_STEPS = 10
 DECIDE_EVERY_STEPS = 5
@@ -65,7 +65,7 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         if self.minutes is not None and time.monotonic() - self.began > self.minutes * 60:
             return f"{self.minutes:g} minutes"
         if self.within is not None and len(timed) >= MIN_TIMED_STEPS:
-            median, (low, high) = statistics.median(timed), median_interval(timed)
+            median, (low, high) = statistics.median(timed), median_interval(timed) or (0.0, math.inf)
             if max(high - median, median - low) <= self.within * median:
                 return f"median step known to {self.within:.1%}"
         return CONTINUE
@@ -74,17 +74,3 @@ class EarlyStopping(TrainerCallback):  # type: ignore[misc]
         if self.store is None or step in self.decisions:
             return self.decisions[step]
         return str(self.store.get(f"early_stopping/{step}").decode())
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median by order statistics, whatever the distribution.
-
-    The number of values below the median is binomial (Conover, "Practical Nonparametric Statistics", section 3.2).
-
-    >>> median_interval([1.0, 1.2, 0.9, 1.1, 1.0])
-    (0.9, 1.2)
-    """
-    ordered, half_width = sorted(values), 1.96 * math.sqrt(len(values)) / 2
-    low = max(1, round(len(values) / 2 - half_width))
-    high = min(len(values), round(len(values) / 2 + half_width) + 1)
-    return ordered[low - 1], ordered[high - 1]

@@ -410,3 +410,19 @@ def max_memory_by_phase(ranks: Iterable[MemoryByPhase]) -> MemoryByPhase | None:
     known = list(ranks)
     largest = {phase: _largest(known, phase) for phase in MEMORY_PHASES}
     return MemoryByPhase(bytes_of=known[0].bytes_of, **largest) if known else None
+
+
+MEDIAN_ERROR = 0.05  # share of samples whose interval does not hold the median, at most
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a median from its order statistics; None for fewer than six values.
+
+    Between the value with `rank` values below it and the one with as many above: the median is outside with a chance of
+    twice that of at most `rank` heads in as many throws as there are values.
+    """
+    count, rank, chance = len(values), -1, 0.0
+    while (chance := chance + math.comb(count, rank + 1) / 2**count) <= MEDIAN_ERROR / 2:
+        rank += 1
+    ordered = sorted(values)
+    return None if rank < 0 else (ordered[rank], ordered[count - 1 - rank])

@@ -4,7 +4,6 @@ Only the fields of `SharedRun` leave the run folder. A model is named only if it
 of, so no path and no private name is shared. A data repository checks rows with `toolkit report --share ROW.json`.
 """
 
-import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,13 +15,12 @@ from toolkit.hardware.gpu_table import known_gpu
 from toolkit.installation import LIBRARIES, PACKAGE
 from toolkit.models.read_model import known_models
 from toolkit.record.folder import RunFolder, content_sha256
-from toolkit.record.measurements import read_steps, timed_steps
+from toolkit.record.measurements import median_interval, read_steps, timed_steps
 from toolkit.record.reading import RankReading
 from toolkit.record.run_files import RecordedAttestation, RecordedRun, read_run, read_run_file
 from toolkit.record.status import COMPLETED
 
 ON_CPU = "cpu"
-ERROR = 0.05  # chance that an interval does not contain its median
 FLOPS_PER_PARAMETER = 4  # forward and the gradient of activations: what a frozen weight costs at least
 
 
@@ -156,19 +154,6 @@ def check_shared_rows(path: Path) -> list[str]:
         return [f"{path}: {problem}" for problem in SharedRun.model_validate(read_json_object(path)).problems()]
     except ValidationError as error:
         return [f"{path}: {explain(error)}"]
-
-
-def median_interval(seconds: list[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a median from its order statistics; None for fewer than six values.
-
-    Between the value with `rank` values below it and the one with as many above: the median is outside with a chance of
-    twice that of at most `rank` heads in as many throws as there are values.
-    """
-    count, rank, chance = len(seconds), -1, 0.0
-    while (chance := chance + math.comb(count, rank + 1) / 2**count) <= ERROR / 2:
-        rank += 1
-    ordered = sorted(seconds)
-    return None if rank < 0 else (ordered[rank], ordered[count - 1 - rank])
 
 
 def _gpu(run: RecordedRun, rank: RankReading) -> str:
