@@ -41,7 +41,7 @@ LF = "model_name_or_path: a/b\n"
         ("t.sh", "trl sft --dataset_name c/d", "names no model_name_or_path"),
         ("t.sh", "trl sft --config missing.yaml", "--config missing.yaml, which does not exist"),
         ("t.sh", "trl sft --model_name_or_path a --accelerate_config mine", "no such accelerate configuration: mine"),
-        ("t.sh", "echo hello", "has no `trl sft` command"),
+        ("t.sh", "echo hello", "has no `trl`, `llamafactory-cli` or `swift` command"),
         ("t.sh", "trl x\n" * 1_000_000, "more than 256 KiB, expected at most"),
         ("t.sh", 'A=(--model b)\nswift sft "${A[@]}" --packing', "is a file of ms-swift, which is not read"),
         ("x.yaml", "distributed_type: FSDP", "x.yaml is not recognised"),

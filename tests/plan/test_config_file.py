@@ -1,6 +1,7 @@
 """`toolkit plan --config FILE`: the job of a file of another tool or of ours, and flags that win."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ cutoff_len: 512
 per_device_train_batch_size: 2
 enable_liger_kernel: true
 """
+FACTORY_COMMAND = """M=MODEL
+accelerate launch --config_file zero2.yaml --num_processes 2 src/train.py --stage sft --do_train --template qwen3 \\
+  --model_name_or_path $M --dataset identity --finetuning_type lora --lora_rank 16 --cutoff_len ${LENGTH:-512} \\
+  --per_device_train_batch_size 2 --quantization_bit 4
+"""
+OWN_SCRIPT = """deepspeed --num_gpus 4 train.py --model_name_or_path Qwen/Qwen3-8B --model_max_length 512 \\
+ --lora_r 8 --bf16 True --per_device_train_batch_size 2 --gradient_checkpointing True --deepspeed zero3.json \\
+ --optim adamw_torch --tune_head"""
 TRL = """accelerate launch --config_file zero2.yaml --num_processes 4 sft.py --model_name_or_path MODEL
  --dataset_name trl-lib/Capybara --max_length 512 --per_device_train_batch_size 2"""
 OURS = "model_name_or_path: MODEL\nmax_seq_length: 512\nper_device_train_batch_size: 2\nlora_r: 8\n"
@@ -59,11 +68,15 @@ def planned(folder: Path, name: str, text: str, *given: str, **options: object) 
         ("factory.yaml", LLAMA_FACTORY.replace("dataset: identity", "train_file: a"), ("ddp",), 8, True, "fused"),
         ("trl.sh", TRL, ("zero2",), None, True, "chunked"),
         ("ours.yaml", OURS, (), 8, False, "chunked"),
+        ("run.sh", FACTORY_COMMAND, ("zero2",), 16, True, "full"),
+        ("run.sh", "llamafactory-cli train factory.yaml", ("ddp",), 8, True, "fused"),
     ],
 )
 def test_model_method_batch_lengths_strategy_and_loss_come_from_the_file(
     name: str, text: str, preset: tuple[str, ...], lora_r: int | None, checkpointing: bool, loss: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "zero2.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
     options = planned(tmp_path, name, text)
     assert (options.max_seq_length, options.per_device_train_batch_size) == (512, 2)
     assert (options.preset, options.lora_r, options.activation_checkpointing) == (preset, lora_r, checkpointing)
@@ -400,6 +413,20 @@ def test_a_model_that_nobody_knows_is_answered_with_the_command_for_another(
     assert code == 2
     assert "maybe `Qwen/Qwen3-8B`? Or a hub id" in refused
     assert f"`toolkit plan MODEL --config {file}` plans another model" in refused
+
+
+def test_a_script_of_ones_own_is_answered_with_the_command_that_plans_its_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "run.sh").write_text(OWN_SCRIPT)
+    code, _, refused = run_command(["plan", "--config", str(tmp_path / "run.sh"), "--gpu", "h100"], capsys)
+    assert code == 2
+    assert "run.sh starts train.py: what its settings mean is in its own code" in refused
+    words = shlex.split(refused.split("hint: `toolkit ")[1].split("`")[0])
+    answer = json_of([*words, "--gpu", "h100"], capsys)
+    assert [(plan["preset"], plan["world_size"]) for plan in answer["plans"]] == [("zero3", 4)]
+    assert {"--program", "--activation-checkpointing", "--lora-r", "--max-seq-length", "512"} <= {*words}
 
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
 from toolkit.convert.draft import PRESET, Conversion, plan_table
+from toolkit.convert.job_script import read_calls
 from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
+from toolkit.convert.sources import Choice, preset_of_accelerate, preset_of_deepspeed
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
+from toolkit.files.paths import find_file
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 
@@ -25,6 +28,9 @@ MODULES = {
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 COMMON_COMMANDS = ("grpo", "dpo", "kto", "reward")  # of those that have the same settings
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
+A_SCRIPT = "a script"  # of one's own, in the table of what is not read
+WORDS = ("--preset", "--optim", "--method")
+SWITCHES = ("--activation-checkpointing", "--packing", "--load-in-4bit")
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
 AT_MOST = 60  # characters of a value in a comment
 
@@ -54,8 +60,11 @@ def read_settings(
     if tool is not None and tool not in TOOLS:
         raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
     if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
-        values = trl.read_command(read_text(path, max_bytes=MAX_COMMAND_BYTES), path, methods=methods)
-        tool = str(values.pop("program", "trl"))
+        text = read_text(path, max_bytes=MAX_COMMAND_BYTES)
+        found = trl.read_command(text, path, methods=methods)
+        if found is None:
+            raise _no_command(text, path)
+        values, tool = found, str(found.pop("program", "trl"))
     else:
         values = read_configuration(path)
         tool = tool or program_of(values)
@@ -69,19 +78,42 @@ def read_settings(
     raise ToolkitError(f"{path} is not recognised", hint=hint)
 
 
+def _no_command(text: str, path: Path) -> ToolkitError:
+    """Return what to type where no program is known: of a script of one's own, what its words say."""
+    for call in read_calls(text):
+        if "per_device_train_batch_size" in call.arguments and call.script:
+            values = trl.named_arguments(call)
+            with contextlib.suppress(ToolkitError):
+                named = values.get("deepspeed")
+                values["preset"] = (preset_of_deepspeed(named, path) if named else _by_yaml(values, path)).preset
+            message = f"{path} starts {cut(call.script)}: what its settings mean is in its own code"
+            return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
+    hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
+    return ToolkitError(f"{path} has no `trl`, `llamafactory-cli` or `swift` command", hint=hint)
+
+
+def _by_yaml(values: Mapping[str, Any], path: Path) -> Choice:
+    if (named := values.get("config_file")) is None:
+        return Choice("ddp")
+    file = find_file(str(named), path)
+    return Choice("") if file is None else preset_of_accelerate(read_configuration(file), file)
+
+
 def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
     """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
-    words = ["toolkit plan MODEL"]
-    if program == TORCHTUNE:
-        words.append("--loss chunked_output")
+    model = str(values.get("model_name_or_path", "$")) if program == A_SCRIPT else "$"
+    words = [f"toolkit plan {'MODEL' if '$' in model else shlex.quote(model)}"]
+    words += {TORCHTUNE: ["--loss chunked_output"], A_SCRIPT: ["--program trainer"]}.get(program, [])
     for key, flag in plan_table()["unread"][program].items():
         value: Any = values
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, int | str) and value not in (False, "gkd", "ppo"):
-            words.append(f"{flag} {shlex.quote(str(value))}")
+        is_known = isinstance(value, int | str) and str(value).lower() not in ("false", "gkd", "ppo", "")
+        is_known &= flag in WORDS or value is True or str(value).isdigit() or flag in SWITCHES
+        if is_known and not any(word.startswith(flag) for word in words):
+            words.append(flag if value is True or flag in SWITCHES else f"{flag} {shlex.quote(str(value))}")
+    if program == A_SCRIPT and not any(word.startswith("--max-seq-length") for word in words):
+        words.append("--max-seq-length 2048")
     runs = f"; `toolkit train --module {MODULES['ms-swift']} {path}` runs it" if program == "ms-swift" else ""
     return f"`{' '.join(words)}`{runs}"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.convert.draft import PRESET, Draft, block_of, load_dialect
+from toolkit.convert.draft import NUM_PROCESSES, PRESET, Draft, block_of, load_dialect
 from toolkit.data.data_files import DATASET_CARD, SUFFIXES, is_hub_id
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import read_configuration, settings_for_path
@@ -124,6 +124,36 @@ class Choice(NamedTuple):
     preset: str
     note: str | None = None
     keys: Sequence[str] = ()
+
+
+def take_launch(draft: Draft, file: Path) -> str:
+    """The preset and the number of processes, from the flags of `accelerate launch` and torchrun."""
+    chosen: Choice | None = None
+    for key in draft.among("accelerate_config", "config_file")[:1]:
+        name = str(draft.get(key))
+        path = find_file(name, file)
+        known = draft.dialect.accelerate_configs.get(Path(name).stem.removeprefix("deepspeed_"))
+        if path is not None:
+            config = read_configuration(path)
+            processes = config.get("num_processes")
+            draft.num_processes = processes if type(processes) is int else None
+            chosen = preset_of_accelerate(config, path)._replace(keys=[key])
+        elif known is not None:
+            chosen = Choice(known, FSDP1_NOTE if known == "fsdp2" and "1" in name else None, [key])
+        else:
+            message = f"{file}: no such accelerate configuration: {name[:200]}"
+            raise ToolkitError(message, hint="run this where the file is, or name a preset: `--preset`")
+    for key in draft.among("num_processes", "nproc_per_node"):
+        draft.num_processes = int(draft.number(key, 1))
+        draft.use(key, by=NUM_PROCESSES)
+    if chosen is None and draft.is_on("use_deepspeed"):
+        keys = draft.among("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device")
+        config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {name: draft.get(name) for name in keys}}
+        chosen = preset_of_accelerate(config, file)._replace(keys=keys)
+    switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
+    preset = take_strategy(draft, file, chosen=chosen)
+    draft.use(*switches, by=PRESET)
+    return preset
 
 
 def take_strategy(draft: Draft, near: Path, *, chosen: Choice | None = None) -> str:

@@ -1,43 +1,59 @@
 """`trl sft`: its flags and its YAML (tables/trl.yaml). TRL's source is named where a rule comes from it."""
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.convert import sources
-from toolkit.convert.draft import NUM_PROCESSES, PRESET, Conversion, Draft, load_dialect
+from toolkit.convert.draft import Conversion, Draft, load_dialect
 from toolkit.convert.job_script import LauncherCall, read_calls
 from toolkit.errors import ToolkitError
-from toolkit.files.documents import read_configuration
+from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import find_file, user_path
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 
 OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
+LLAMA_FACTORY = "llama-factory"
+# Options of launchers that say how many ranks train, and how these share the model.
+OF_THE_LAUNCH = ("config_file", "num_processes", "nproc_per_node")
 WITH_ITS_TRAINER = "a preset works with TRL's own trainer: `toolkit preset export DIR`"
 
 
-def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of the first command that trains with TRL or ms-swift, above those of its `--config`.
+def read_command(text: str, path: Path, *, methods: Collection[str] = ()) -> dict[str, Any] | None:
+    """Return the settings of the first command that trains with TRL, LLaMA-Factory or ms-swift, above those of the file
+    that it names; None without one.
 
-    A command for one of `methods` has that as its `method`, and one of ms-swift that as its `program`. Raises
-    ToolkitError if there is no such command.
+    A command for one of `methods` has that as its `method`, and one of another program that as its `program`.
     """
     for call in read_calls(text):
         decided = _decided(call, ("sft", *methods), path)
         if decided is not None:
-            flags = {**call.options, **{name: value for name, (value, _) in call.arguments.items()}}
-            named = {name.replace("-", "_"): True if value is None else value for name, value in flags.items()}
-            return _with_file(decided | named, path)
-    hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
-    raise ToolkitError(f"{path} has no `trl sft` command", hint=hint)
+            return _with_file(decided | named_arguments(call, typed=decided.get("program") == LLAMA_FACTORY), path)
+    return None
+
+
+def named_arguments(call: LauncherCall, *, typed: bool = False) -> dict[str, Any]:
+    """Return the words behind a script's name, and the launcher's options, by their names; True for a flag.
+
+    `typed`: numbers and booleans as in a YAML, and of the launcher's options those about ranks alone.
+    """
+    options = {name.replace("-", "_"): value for name, value in call.options.items()}
+    flags = {name: value for name, value in options.items() if not typed or name in OF_THE_LAUNCH}
+    named = flags | {name.replace("-", "_"): value for name, (value, _) in call.arguments.items()}
+    for name, value in named.items():
+        value = re.sub(r"^\$\{\w+:-([^{}$]*)\}$", r"\1", value) if isinstance(value, str) else value
+        is_scalar = typed and re.fullmatch(r"\d+|[Tt]rue|[Ff]alse", str(value))
+        named[name] = True if value is None else parse_yaml(str(value), name) if is_scalar else value
+    return named
 
 
 def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[str, Any] | None:
-    """What the words in front of a command's flags say; None if it does not train with TRL or ms-swift."""
+    """What the words in front of a command's flags say; None if it does not train with one of these programs."""
     script = call.script or ""
-    if call.tool == "swift":
+    if call.tool in ("swift", "llamafactory-cli") or {"finetuning_type", "template"} <= call.arguments.keys():
         file = next((word for word in call.words[:1] if word.endswith(CONFIG_SUFFIXES)), None)
-        return {"program": "ms-swift"} | ({"config": file} if file else {})
+        return {"program": "ms-swift" if call.tool == "swift" else LLAMA_FACTORY} | ({"config": file} if file else {})
     if call.tool == "trl":
         method = script.removeprefix("trl ")
         if method not in methods:
@@ -83,7 +99,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     if "loss_on" not in draft.arguments and "completion_only_loss" in draft.left:
         draft.assign("loss_on", "all", "completion_only_loss")
     draft.set_defaults()
-    return draft.finish(preset=_take_launch(draft, file))
+    return draft.finish(preset=sources.take_launch(draft, file))
 
 
 def _take_lora(draft: Draft) -> None:
@@ -123,33 +139,3 @@ def _take_data(draft: Draft) -> None:
     draft.default("eval_dataset", str(name))
     draft.move("dataset_test_split", "eval_dataset_split")
     draft.default("eval_dataset_split", "test")
-
-
-def _take_launch(draft: Draft, file: Path) -> str:
-    """The preset and the number of processes, from the flags of `accelerate launch` and torchrun."""
-    chosen: sources.Choice | None = None
-    for key in draft.among("accelerate_config", "config_file")[:1]:
-        name = str(draft.get(key))
-        path = find_file(name, file)
-        known = draft.dialect.accelerate_configs.get(Path(name).stem.removeprefix("deepspeed_"))
-        if path is not None:
-            config = read_configuration(path)
-            processes = config.get("num_processes")
-            draft.num_processes = processes if type(processes) is int else None
-            chosen = sources.preset_of_accelerate(config, path)._replace(keys=[key])
-        elif known is not None:
-            chosen = sources.Choice(known, sources.FSDP1_NOTE if known == "fsdp2" and "1" in name else None, [key])
-        else:
-            message = f"{file}: no such accelerate configuration: {name[:200]}"
-            raise ToolkitError(message, hint="run this where the file is, or name a preset: `--preset`")
-    for key in draft.among("num_processes", "nproc_per_node"):
-        draft.num_processes = int(draft.number(key, 1))
-        draft.use(key, by=NUM_PROCESSES)
-    if chosen is None and draft.is_on("use_deepspeed"):
-        keys = draft.among("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device")
-        config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {name: draft.get(name) for name in keys}}
-        chosen = sources.preset_of_accelerate(config, file)._replace(keys=keys)
-    switches = [key for key in ("multi_gpu", "use_deepspeed", "use_fsdp") if draft.is_on(key)]
-    preset = sources.take_strategy(draft, file, chosen=chosen)
-    draft.use(*switches, by=PRESET)
-    return preset

@@ -329,7 +329,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
         return path / CONFIG
     if path.exists():
         return path
-    is_path = model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith(".json")
+    is_path = model.count("/") > 1 or model.startswith((".", "/", "~")) or model.endswith((".json", "/"))
     folder = path.name.replace("___", ".")  # of the node that trains, as ModelScope's cache writes names
     twin = same_shape(folder if is_path else name) if known else None
     if is_path and twin is None:

@@ -14,6 +14,7 @@ from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
 from toolkit.convert.draft import PRESET, Conversion, block_of, load_dialect, plan_table, typed
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
+from toolkit.convert.trl import OF_THE_LAUNCH
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import is_file
@@ -32,12 +33,7 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
-CHOSEN = (
-    "accumulate",
-    "activation_checkpointing",
-    "loss",
-    "use_liger_kernel",
-)  # by `PlannedJob.of`, from several arguments
+CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`
 # transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
 FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
 SWIFT = "ms-swift"
@@ -198,7 +194,9 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
     elif adapter and str(named) not in PLANNED_ADAPTERS:
         hint = "`--lora-r 16` plans LoRA adapters of that rank"
         raise ToolkitError(f"{file}: {adapter} {shown(named)} is not planned", hint=hint)
-    return _Source(program, values, convert_settings(program, left, file), method)
+    conversion = convert_settings(program, left, file)
+    values = {key: value for key, value in values.items() if program == "trl" or key not in OF_THE_LAUNCH}
+    return _Source(program, values, conversion, method)
 
 
 def _with_loading(values: dict[str, Any]) -> dict[str, Any]:
