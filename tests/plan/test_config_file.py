@@ -420,12 +420,17 @@ def test_a_script_of_ones_own_is_answered_with_the_command_that_plans_its_words(
 ) -> None:
     (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "run.sh").write_text(OWN_SCRIPT)
+    (tmp_path / "dpo.sh").write_text(OWN_SCRIPT)
     code, _, refused = run_command(["plan", "--config", str(tmp_path / "run.sh"), "--gpu", "h100"], capsys)
     assert code == 2
     assert "run.sh starts train.py: what its settings mean is in its own code" in refused
     words = shlex.split(refused.split("hint: `toolkit ")[1].split("`")[0])
     answer = json_of([*words, "--gpu", "h100"], capsys)
     assert [(plan["preset"], plan["world_size"]) for plan in answer["plans"]] == [("zero3", 4)]
+    assert (
+        "`toolkit plan Qwen/Qwen3-8B --program trl --method dpo --preset zero3"
+        in run_command(["plan", "--config", str(tmp_path / "dpo.sh"), "--gpu", "h100"], capsys)[2]
+    )
     assert {"--program", "--activation-checkpointing", "--lora-r", "--max-seq-length", "512"} <= {*words}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ COMMON_COMMANDS = ("grpo", "dpo", "kto", "reward")  # of those that have the sam
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
 A_SCRIPT = "a script"  # of one's own, in the table of what is not read
 WORDS = ("--preset", "--optim", "--method")
+A_METHOD = re.compile(r"(?<![a-z])(?:dpo|grpo|kto|orpo|simpo|rloo)(?![a-z])")  # in a script's name
 SWITCHES = ("--activation-checkpointing", "--packing", "--load-in-4bit")
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
 AT_MOST = 60  # characters of a value in a comment
@@ -86,6 +88,8 @@ def _no_command(text: str, path: Path) -> ToolkitError:
             with contextlib.suppress(ToolkitError):
                 named = values.get("deepspeed")
                 values["preset"] = (preset_of_deepspeed(named, path) if named else _by_yaml(values, path)).preset
+            if method := A_METHOD.search(f"{path.name} {call.script}".lower()):
+                values["method"] = method[0]
             message = f"{path} starts {cut(call.script)}: what its settings mean is in its own code"
             return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
@@ -103,7 +107,10 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
     """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
     model = str(values.get("model_name_or_path", "$")) if program == A_SCRIPT else "$"
     words = [f"toolkit plan {'MODEL' if '$' in model else shlex.quote(model)}"]
-    words += {TORCHTUNE: ["--loss chunked_output"], A_SCRIPT: ["--program trainer"]}.get(program, [])
+    words += {
+        TORCHTUNE: ["--loss chunked_output"],
+        A_SCRIPT: ["--program trl" if "method" in values else "--program trainer"],
+    }.get(program, [])
     for key, flag in plan_table()["unread"][program].items():
         value: Any = values
         for part in key.split("."):

@@ -44,7 +44,8 @@ COUNTING_LIBRARIES = ("transformers", "torch", "peft")
 MAX_REASON = 300  # characters of what transformers says
 TUNING, STORED = ({*words.split()} for words in MODEL_TYPES["words_of_names"].values())
 MEASURED = "`toolkit rehearse --script YOUR_SCRIPT` measures it"
-COPIERS = {"unsloth", "nousresearch", "thudm"}  # owners that store other owners' models by their names
+# Owners that store other owners' models by their names, ModelScope's among them.
+COPIERS = {"unsloth", "nousresearch", "thudm", "zhipuai", "llm-research", "ai-modelscope"}
 # What tells a language model from others of its kind.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # Models of code on the hub that have the tensors of an architecture of transformers.
