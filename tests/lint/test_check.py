@@ -87,6 +87,14 @@ def test_a_folder_of_more_files_than_any_repository_has_is_refused(monkeypatch: 
         lint_paths([ROOT / "examples"])
 
 
+def test_rows_of_a_dataset_and_records_of_runs_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("toolkit.lint.check.MAX_OF_FOLDER", 2)
+    for name in ("a.yaml", "rows/1.yaml", "rows/2.yaml", "rows/3.yaml", "wandb/run-20260101_010101-ab/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("distributed_type: MULTI_GPU\n")
+    assert [Path(each).name for each in lint_paths([tmp_path]).files] == ["a.yaml"]
+
+
 def test_a_key_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "\x1b[2J\nerror: done": 1}))

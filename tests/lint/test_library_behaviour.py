@@ -101,6 +101,7 @@ FOUND_IN_SOURCE = {
     "eight-bits-under-fsdp1": ("torch", "distributed/fsdp/_flat_param.py", "Cannot flatten integer dtype tensors"),
     "local-rank-with-dash": ("torch", "distributed/run.py", 'cmd_args.append(f"--local-rank={macros.local_rank}")'),
     "standalone-on-several": ("torch", "distributed/run.py", 'args.rdzv_endpoint = "localhost:0"'),
+    "refused-hostfile": ("deepspeed", "launcher/runner.py", "Hostfile contains a bad entry"),
     "deepspeed-without-launcher": ("deepspeed", "comm/comm.py", "from mpi4py import MPI"),
     "two-engines": ("accelerate", "commands/launch.py", "You can only use one of `--cpu`, `--multi_gpu`"),
     "rank-of-file": ("accelerate", "utils/launch.py", "args.node_rank = int(args.machine_rank)"),
@@ -290,7 +291,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
     own_tests |= {"variable-behind-command", "unknown-launcher-option", "count-of-slurm"}
-    own_tests |= {"unknown-script-option", "folder-of-copy", "script-missing", "server-in-front"}
+    own_tests |= {"unknown-script-option", "folder-of-copy", "script-missing"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {
         *("refused-value", "shell-slip", "text-for-number"),
@@ -368,7 +369,7 @@ RAISES = {
         "must be divisible by num_generations": "refused-by-grpo",
         "requires at least 2 generations": "refused-by-grpo",
     },
-    ("trl", "trainer/dpo_config.py"): {"`loss_weights`": "lists that hardly any file has"},
+    ("trl", "trainer/dpo_config.py"): {"`loss_weights`": "wrong-argument-type"},
     ("trl", "trainer/model_config.py"): {"You can't use 8 bit and 4 bit": "four-and-eight-bits"},
     ("trl", "trainer/distillation_config.py"): {
         "beta must be in": "experimental, and `beta` is also DPO's",

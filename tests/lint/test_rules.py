@@ -121,6 +121,8 @@ CASES = [
     Case("wrong-deepspeed-type", '{"zero_optimization":\ntrue}', '{"zero_optimization":\n{"stage": 0}}', 1, "ds.json"),
     Case("wrong-argument-type", "learning_rate: 1e-5\nlogging_steps: often\n",
          'learning_rate: 1e-5\nlogging_steps: 5\n', 2),
+    Case("wrong-argument-type", f"{TRL}beta: 0.1\nloss_weights: [1.0, 0.5]\n",
+         f"{TRL}beta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.5]\n", 4),
     Case("padding-free-ignored", f"{TRL}beta: 0.1\npadding_free: true\n", f"{TRL}packing: true\npadding_free: true\n",
          4, fixed=f"{TRL}beta: 0.1\n"),
     Case("padding-free-ignored", f"{TRL}packing: true\npadding_free: false\n",
@@ -192,8 +194,6 @@ CASES = [
     Case("sp-below-stage-3", f"{PAIR}parallelism_config:\n  parallelism_config_sp_size: 2\n",
          f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n", 5,
          deepspeed_json=zero(2)),
-    Case("sp-below-stage-3", f"{PAIR}  parallel: [dp_shard, sp]\n", f"{DEEPSPEED}  zero_stage: 3\n  parallel: [sp]\n",
-         4, deepspeed_json=zero(1)),
     Case("sp-attention", f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
          "  parallelism_config_sp_attn_implementation: eager\n",
          f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
@@ -461,6 +461,17 @@ CASES = [
     Case("no-batch-size", "deepspeed: ds.json\noutput_dir: out\nbf16: true\n", "output_dir: out\nbf16: true\n",
          None, deepspeed_json='{"zero_optimization": {"stage": 2}}'),
 ]  # fmt: skip
+CASES += [
+    Case(
+        "refused-hostfile",
+        "deepspeed --hostfile ds.json x.py\n",
+        "deepspeed x.py\n",
+        1,
+        "run.sh",
+        deepspeed_json=f"#\n{each}",
+    )
+    for each in ("a slots=2\nb lots=2\n", "a slots=2\na slots=2\n")
+]
 CASES += [Case("script-missing", "torchrun tain.py -a 1\n", "torchrun test.py -a 1\n", 1, "run.sh", script="main()\n")]
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]

@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 import operator
 import os
 import re
@@ -36,6 +37,7 @@ OURS = re.compile(
 )
 _PLACE = operator.attrgetter("file", "line", "rule", "key")
 MAX_FILES = 10_000  # in a folder: data sets and caches have more, and take minutes
+MAX_OF_FOLDER = 1000  # above which they are the rows of a dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,9 +144,9 @@ def _candidates(folder: Path) -> list[Path]:
     """
     found: list[Path] = []
     for root, folders, names in os.walk(folder):  # which passes over what may not be read
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not re.match(r"\.|(?:offline-)?run-\d{8}_", name)]  # wandb's records
         paths = [Path(root, name) for name in names if not name.startswith(".") and name.endswith(LINTED_SUFFIXES)]
-        found += filter(is_file, paths)
+        found += filter(is_file, paths if len(paths) <= MAX_OF_FOLDER else ())
         if len(found) > MAX_FILES:
             hint = "name a folder inside it, or files"
             raise ToolkitError(f"{folder} has more than {MAX_FILES:,} YAML, JSON and shell files", hint=hint)
@@ -153,7 +155,9 @@ def _candidates(folder: Path) -> list[Path]:
 
 def lint_document(document: Document) -> list[Finding]:
     """Return the findings of one document, in the order of its lines."""
-    found = (_finding(document, rule, match) for rule, match in _matches(document))
+    found = [_finding(document, rule, match) for rule, match in _matches(document)]
+    end = min((each.line or 0 for each in found if each.key == "bash -n"), default=math.inf)  # where bash stops
+    found = [each for each in found if (each.line or 0) <= end]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.rule))
 
 

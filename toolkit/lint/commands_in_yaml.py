@@ -83,7 +83,9 @@ def _commands(node: yaml.Node, seen: set[int]) -> Iterator[tuple[int, str]]:
         lists = [each.value if isinstance(each, yaml.SequenceNode) else [each] for each in map(values.get, _COMMANDS)]
         items = [item for each in lists for item in each if isinstance(item, yaml.ScalarNode)]
         if items and not items[0].value.startswith("-"):  # options alone are of the image's own command
-            yield _joined(items)
+            is_argv = not re.search(r"\s", items[0].value) and not any("\n" in each.value for each in items)
+            is_argv |= any(_SHELL_OPTION.fullmatch(each.value) for each in items)
+            yield from map(_joined, [items] if is_argv else [[each] for each in items])  # commands of their own
         for value in values.values():
             yield from _commands(value, seen)
 

@@ -51,7 +51,7 @@ PARSED_TWICE = re.compile(r"\.parse_args_and_config\(.{,200}?\bTrlParser\(", re.
 READS = r"[\w\])]\[\s*[\"']NAME[\"']\s*\]|\((?:\w+,)?\s*[\"']NAME[\"']\s*[),]|[\"']NAME[\"'] (?:not )?in\b"
 READS += r"|(?i:args?|conf\w*|cfg|opts?|params|settings)[\w.]*\.NAME\b"
 # As a script takes a setting out of a file. A copy of the program has the same names, as attributes.
-TAKEN = r"(?:\.get\(|\[)[\"']{}[\"']"
+TAKEN = r"(?:\.get\(|\[|(?<!attr)\(\s*\w+,\s*)[\"']{}[\"']"  # also by a function of one's own
 
 CONFLICT = re.compile(r"(?>(.*?)^<{7} )(?>.*?^={7}$)(?>.*?^>{7} )", re.MULTILINE | re.DOTALL)
 _ABSENT = object()
@@ -188,7 +188,9 @@ class Document:
         """Return True for a file that nothing names, with many keys that its library does not have, or of a program
         that nothing else in a project of its own code names."""
         if self.program in PROGRAM_NAMES and self.kind == TRAINER and self.has_code:
-            keys = self.data.keys() & program_schema(self.program).decisive if self.call is None else ()
+            schema = program_schema(self.program)
+            is_taken = self.call is None and not self.has_own_copy(schema.distribution)
+            keys = self.data.keys() & schema.decisive if is_taken else ()
             taken = [key for key in keys if occurs(re.compile(TAKEN.format(re.escape(key))), self.reader_source)]
             if len(taken) > 1 or not self.is_of(self.program):
                 return True  # a script takes them out of the file, by their names

@@ -51,8 +51,6 @@ _SPECIFIER = r"(?![\w-])(?:\[[\w, -]*\])?[ ]*"
 _SPECIFIER += r"(?:=[ ]*(?:\{[ ]*version[ ]*=[ ]*)?[\"']|\([ ]*(?=[<>=~!])|@[ ]*git\+\S*@|\"\nversion = \")?"
 _SPECIFIER += r"([0-9a-f]{7,40}\b|[ <>=~!^,.*\dv]*+)(?!\+(?!\w))"
 OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask for, in a file of locked versions
-# Whose repositories the libraries are: others have forks.
-OFFICIAL = "huggingface|microsoft|deepspeedai|hiyouga|modelscope|axolotl-ai-cloud|OpenAccess-AI|volcengine|OpenRLHF"
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
 # A folder by a variable, or a command, that is not one of a run's own files.
@@ -85,10 +83,8 @@ def find_named(named: str, path: str) -> Path | None:
 
 
 def _depth(path: str) -> int:
-    """Return how many folders around a file may be its project's: at least five, and those up to the root."""
-    folder = Path(path).absolute().parent
-    root = project_root(folder)
-    return 5 if root is None else max(5, len(folder.parts) - len(root.parts) + 1)
+    """Return how many folders around a file may be its project's."""
+    return len([*_project(Path(path).absolute().parent)])
 
 
 @functools.lru_cache(maxsize=64)
@@ -374,12 +370,11 @@ def _trains_with(file: Path) -> bool | None:
 
 @functools.lru_cache(maxsize=256)
 def has_own_copy(folder: Path, library: str) -> bool:
-    """Return True where a project has a library's own modules, of whatever version, or installs a fork."""
+    """Return True where a project has a library's own modules, of whatever version."""
     mark = re.compile(f"/{_OWN_COPIES.get(library, library)}")
-    name = library.replace("llamafactory", "llama-?factory")
-    fork = re.compile(rf"github\.com/(?!{OFFICIAL})[\w-]+/{name}(?:\.git)?(?![\w-])", re.IGNORECASE)
-    is_fork = any(fork.search(text) for place in _project(folder) for text in _requirements(place))
-    return library in _OWN_COPIES and (is_fork or any(mark.search(str(each)) for each in project_files(folder)))
+    top = next((each for each in _project(folder) if (each / ".git").exists()), None)  # of the projects around it
+    files = _python_files(top) if top else project_files(folder)
+    return library in _OWN_COPIES and any(mark.search(str(each)) for each in files)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-import os.path
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,7 +213,7 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
             message = f"{shorten(named)} is not there behind `cd {behind[0].name}`: accelerate raises"
             yield Match("--config_file", message, fix, line=call.line, level=ERROR)
         elif not (is_open or file):
-            near = _near_file(doc, named)
+            near = None if named.endswith(".json") else _near_file(doc, named)  # which may be DeepSpeed's
             message = f"{shorten(named)} is not found from here"
             fix = "a path that exists" + (f": `{near}` is there" if near else "")
             yield Match("--config_file", message, fix, line=call.line, level=WARNING if near else None)
@@ -232,10 +232,12 @@ def deepspeed_file_missing(doc: Document) -> Iterator[Match]:
     start = file and next((each for each in file.parents if is_file(each / named)), None)
     root = project_root(doc.folder)
     message = f"{shorten(named)} is not found from here" + (f", but from {start}" if start else "")
-    fix = "start the run where the path is right" if start else "a path that exists"
+    fix, level = "start the run where the path is right" if start else "a path that exists", None
     if file and root and not start:  # one of the same name, beside the file; an absolute path is another machine's
-        fix = f"`{os.path.relpath(file, root)}`"
-    yield Match(key, message, fix, level=None if start or not (file and root) or Path(named).is_absolute() else ERROR)
+        fix, level = f"`{os.path.relpath(file, root)}`", None if Path(named).is_absolute() else ERROR
+    elif not file and (near := _near_file(doc, named)):
+        fix, level = f"{fix}: `{near}` is there", WARNING
+    yield Match(key, message, fix, level=level)
 
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="a path that exists")
@@ -251,7 +253,17 @@ def script_missing(doc: Document) -> Iterator[Match]:
 
 
 def _near_file(doc: Document, named: str) -> Path | None:
-    """Return the file of a similar name, and kind, in the folder that a path names, or beside a script."""
+    """Return the file of this name elsewhere in the project, or else one of a similar name, and kind, where a path
+    says, or beside a script."""
+    root = None if Path(named).is_absolute() else project_root(doc.folder)  # or another machine's
+    same = {Path(named).name, f"{Path(named).stem}.yml"}
+    found: list[Path] = []
+    for place, folders, names in os.walk(root or os.devnull):
+        folders[:] = [each for each in folders if each[:1] != "."]
+        found += [Path(place, each) for each in same.intersection(names)]
+    if found:
+        closest = min(found, key=lambda each: os.path.relpath(each, doc.folder).count(os.sep))
+        return closest.relative_to(root or "")
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:8]) if "/" in named else (doc.folder,)
     suffixes = (".py",) if named.endswith(".py") else SUFFIXES if "/" in named else ()
     folder = next((each for place in places if (each := place / Path(named).parent).is_dir()), None)
@@ -370,7 +382,7 @@ def differs_from_json(doc: Document) -> Iterator[Match]:
     counts = [as_int(doc.get(name)) for name in (OWNED_BY_TRAINER[BATCH_KEYS[1]], BATCH_KEYS[2])]
     counts, total = [*counts, processes_of(doc)], as_int(json.get(BATCH_KEYS[0]))
     product = math.prod(each or 0 for each in counts)
-    if total and product and product != total:
+    if total and product and product != total and not as_int(json.get(BATCH_KEYS[1])):  # else the pair's rule
         factors = " x ".join(map(str, counts))
         yield Match("per_device_train_batch_size", f"{factors} here, {total} in {BATCH_KEYS[0]}", fix)
     for name in ("bf16", "fp16"):

@@ -180,9 +180,8 @@ def _at_level(doc: Document, found: Match, name: str, value: Any) -> Match:
         return replace(found, level=NOTE)
     if _holds_anyway(doc, name, value):
         return replace(found, level=NOTE, fix="remove it" if found.rename is None else found.fix)
-    stage, inner = as_int(doc.get("deepspeed_config.zero_stage")), value if isinstance(value, dict) else {}
-    decides = not (stage is not None and as_int(inner.get("stage")) == stage) and inner.keys() != {"type"}
-    decides &= bool({name, meant} & {*LINT_TABLES["decides_training"]})
+    is_alone = isinstance(value, dict) and value.keys() == {"type"}
+    decides = {name, meant} & {*LINT_TABLES["decides_training"]} and not is_alone
     return found if decides else replace(found, level=WARNING)
 
 
@@ -321,6 +320,8 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
         is_lost |= doc.call is None and _drops_extra(doc.reader_source)
         may_drop = doc.call is None and _may_not_reach_trainer(doc, name)
         may_be_its = doc.call is None and (may_drop or not is_trls_own(doc))
+        passes = occurs(re.compile(rf"\b{name}[ ]*=[^=\n]*[\"'.]{name}\b"), doc.reader_source)
+        passes &= not doc.may_be_older("transformers", since)
         fix = "remove it" if instead is None or is_off or wins else _instead_of(doc, name, instead)
         if of_arguments:
             fix = f"{fix}, and the same in your code, which reads it; or an older transformers"
@@ -334,7 +335,7 @@ def removed_training_argument(doc: Document) -> Iterator[Match]:
             since=since,
             rename=None if renamed is None or doc.has(renamed) or may_be_its or of_arguments else renamed,
             remove=(instead is None or is_off) and not may_be_its and not of_arguments,
-            level=NOTE if may_drop else WARNING if is_lost or (may_be_its and doc.program) else None,
+            level=NOTE if may_drop else WARNING if is_lost or (may_be_its and doc.program and not passes) else None,
         )
 
 

@@ -9,7 +9,7 @@ from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import project_root, project_source, source_of, texts_of
-from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
+from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 SRUN_ON_EACH = re.compile(r"\bsrun\b(?!.*\s(?:(?:--(?:nodes|ntasks)[= ]|-[Nn] ?)1\b|-w|--nodelist\b))", re.DOTALL)
@@ -241,7 +241,6 @@ TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
 SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
 GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
 COUNTS = ("nproc-per-node", "num-processes", "num-gpus")
-PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 # How a script asks for its own folder, and how one shows that it knows where SLURM runs it.
 _RESOLVED = r"(?:\$\((?:realpath|readlink[ \t]+-\w+)[ \t]+(?:--[ \t]+)?[\"']?)?"
 OWN_FOLDER = rf"dirname[ \t]+(?:--[ \t]+)?[\"']?{_RESOLVED}\$\{{?(?:0|BASH_SOURCE)\b"
@@ -348,11 +347,13 @@ def folder_made_too_late(doc: Document) -> Iterator[Match]:
         makes = rf"(?m)\bmkdir\b.*[ \"'](?:\./?|/|\$\{{?(?:{entered})\}}?/)?{re.escape(folder)}(?:[\s\"';&]|/?$)"
         made = folder and "%" not in folder and doc.script.mentions(makes)
         submits = doc.script.mentions(r"\bsbatch\b.*\$\{?(?:0|BASH_SOURCE)\b")  # itself, once the folder is there
-        if not made or submits or any((each / folder).is_dir() for each in places):
+        if not made or any((each / folder).is_dir() for each in places):
             continue
-        near = {doc.folder, project_root(doc.folder) or doc.folder}
-        before = [each for place in near for each in (*place.glob("*.sh"), *place.glob("README*"))]
-        if not re.search(makes, texts_of([each for each in before if each.name != Path(doc.path).name])):
+        near, name_of_job = {doc.folder, project_root(doc.folder) or doc.folder}, re.escape(Path(doc.path).name)
+        before = [each for place in near for kind in ("*.sh", "README*", "*/README*") for each in place.glob(kind)]
+        text = texts_of([each for each in before if each.name != Path(doc.path).name])
+        submits &= not re.search(rf"(?<!\S)sbatch[ \t](?:[^\n]|\\\n)*(?<!\w){name_of_job}", text)
+        if not (submits or re.search(makes, text)):
             message = f"the job makes {folder} too late: without it SLURM ends the job before it begins"
             level = NOTE if folder.startswith(("/", "~")) else None  # it may well be there
             key, fix = "-e" if name == "e" else f"--{name}", f"`mkdir -p {folder}` before sbatch"
@@ -385,11 +386,12 @@ def only_first_node(doc: Document) -> Iterator[Match]:
     if (script.nodes or 1) < 2 or script.mentions(STARTERS):
         return
     alone = next((each for each in script.find(PYTHON) if not script.mentions(OTHER_STARTERS)), None)
-    # Those of deepspeed and mpirun start the others themselves.
-    here = [each for each in script.launches if each.tool != "deepspeed" and "mpirun-hostfile" not in each.options]
+    # With a hostfile deepspeed and accelerate start the others themselves.
+    others = ("deepspeed", "accelerate") if script.mentions("(?i)hostfile|--launcher") else ()
+    here = [each for each in script.launches if each.tool not in others]
     if here:
         call = script.launches[0]
-        fix = f"`srun --ntasks-per-node=1 {call.tool} ...`"
+        fix = f"`srun --ntasks-per-node=1 {call.tool} ...`" if call.tool != "deepspeed" else "`--hostfile FILE`"
         yield Match(call.tool, f"one of {script.nodes} nodes starts a launcher", fix, line=call.line)
     elif not script.launches and alone is not None:
         source = source_of(alone[0][1], doc.path)[0]  # which may start the others
@@ -420,21 +422,6 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
         has_others = re.search(r"\bsrun\b.*\b(?:if|else|for|while|case)\b", call.before, re.DOTALL)
         fix = f"`srun --ntasks-per-node=1` for {call.tool} alone" if has_others else "`#SBATCH --ntasks-per-node=1`"
         yield Match(f"--{name}", message, fix, line=line)
-
-
-@rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")
-def no_such_port(doc: Document) -> Iterator[Match]:
-    """Ports end at 65535: the launcher raises."""
-    named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
-    named += [
-        (f"--{name}", call.options.get(name), call.line)
-        for call in doc.script.launches
-        for name in PORT_OPTIONS
-        if name != "master-port" or (is_static(call) and "standalone" not in call.options)
-    ]
-    for key, value, line in named:
-        if (as_int(str(value).rpartition(":")[2]) or 0) > 65535:
-            yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")

@@ -8,9 +8,9 @@ from pathlib import Path
 from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document, accelerate_file, named_settings
+from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import LINT_TABLES, project_source, scripts_named, source_of
+from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of, texts_of
 from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
@@ -36,12 +36,8 @@ READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
-# A server on a command of its own, outside of blocks, that does not end in `&`.
-SERVER = re.compile(
-    r"^(?:\w+=\S*[ \t]+)*(?:uv run |python3? -m )?(vllm serve|trl vllm-serve|(?:vllm|sglang)[\w.]*_server)\b"
-    r"(?!(?:[^\n]|(?<=\\)\n)*&[ \t]*(?:#[^\n]*)?$)",
-    re.MULTILINE,
-)
+OF_SERVER = {"port": "`GRADIO_SERVER_PORT`, of `api` `API_PORT`", "host": "`GRADIO_SERVER_NAME`, of `api` `API_HOST`"}
+DEFAULT = re.compile(r"\$\{\w+:-(\d+)\}")
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -134,9 +130,7 @@ def refused_value(doc: Document) -> Iterator[Match]:
         value, line = script.directives.get(name, ("", 0))
         said.append((f"--{name}", value.strip("\"'"), each, line))
     for name, value, each, line in said:
-        if value.strip(":") and not (
-            is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)
-        ):
+        if value and not (is_template(value) or re.search(r"[<{`%]", value) or re.fullmatch(each["form"], value)):
             library = each.get("library", "torch")
             message, level = f"{shorten(value)} {each['effect']}", each.get("level")
             yield Match(name, message, each["fix"], line=line, library=library, level=level)
@@ -176,7 +170,7 @@ def not_exported(doc: Document) -> Iterator[Match]:
                 rf"(?<!\b{name}=)(?<!\b{name}=[\"'])\$\{{?{name}\b|\b(?:export|declare\s+-\w*x\w*)\b[^\n;]*\b{name}\b"
             ):
                 continue
-            if all(re.search(rf"\benv\s.*\b{name}=", call.before) for call in script.calls):
+            if any(re.search(rf"(?<!\w){name}=", call.before) for call in script.launches):
                 continue
             reported.add(name)
             of_slurm = name == "CUDA_VISIBLE_DEVICES" and doc.kind == SBATCH  # which exports it
@@ -239,7 +233,7 @@ def local_rank_with_dash(doc: Document) -> Iterator[Match]:
         if call.line not in starts or call.tool != "torchrun" or {"use-env", "use_env"} & call.options.keys():
             continue
         script, beside = source_of(call.script or "", doc.path)
-        source = f"{script}\n{beside}"
+        source = script if "ArgumentParser(" in script else f"{script}\n{beside}"
         has_parser = "parse_args(" in script or "--local-rank" not in project_source(doc.folder)
         if has_parser and not re.search(r"--local-rank|parse_known_args|HfArgumentParser|extra_args_provider", source):
             has = "--local_rank" if "--local_rank" in source else "neither this nor --local_rank"
@@ -321,7 +315,8 @@ def option_behind_file(doc: Document) -> Iterator[Match]:
         if call.tool == "llamafactory-cli" and named_settings(call).endswith(SUFFIXES):
             for name, (value, line) in call.arguments.items():
                 shown = "true" if value is None else shorten(value)
-                yield Match(f"--{name}", "refused behind a file", f"`{name}={shown}`", line=line)
+                fix = f"`{name}={shown}`" if name not in OF_SERVER else f"remove it; a variable is {OF_SERVER[name]}"
+                yield Match(f"--{name}", "refused behind a file", fix, line=line)
 
 
 @rule(ERROR, *SCRIPTS, library="accelerate", fix="one engine, in the YAML or as a flag")
@@ -389,22 +384,11 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
                 close = nearest(name[2:], {each for source in scripts for each in options_of(*source)}, cutoff=0.85)
                 fix = "remove it" if value is None else "the script's own name for it, or remove it"
                 fix = f"`--{close}`" if close else fix
-                yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line)
+                level = WARNING if doc.script.mentions(r"^[ \t]*cd[ \t]+[\"']?/") else None  # to another copy
+                yield Match(name, f"{call.script} has no such option, and refuses it", fix, line=line, level=level)
         if passes_local_rank(call) and scripts and all(is_refused("--local_rank", *each) for each in scripts):
             message = f"deepspeed passes --local_rank=N, and {call.script} refuses it"
             yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
-
-
-@rule(ERROR, *SCRIPTS, library="bash", fix="`&` behind it, and a wait until it answers")
-def server_in_front(doc: Document) -> Iterator[Match]:
-    """A server runs until it is stopped: bash does not come to the training behind it."""
-    last = max((call.line for call in doc.script.launches), default=0)
-    is_shell = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)  # others have containers, which run at once
-    for found in SERVER.finditer(doc.script.text) if is_shell else ():
-        line = doc.script.line_at(found.start(1))
-        if line < last and not in_spans(found.start(1), (*doc.script.strings, *doc.script.protected)):
-            message = "runs until it is stopped: the training behind it never starts"
-            yield Match(found[1], message, "`&` at its end, and a wait until it answers", line=line)
 
 
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
@@ -439,7 +423,7 @@ def visible_devices_ignored(doc: Document) -> Iterator[Match]:
             fix, count = f"`--include localhost:{gpus}`, without --num_gpus", call.options.get("num-gpus")
             if count not in (None, str(gpus.count(",") + 1)):
                 fix += f"; or no CUDA_VISIBLE_DEVICES, for {count}"
-            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line)
+            yield Match("CUDA_VISIBLE_DEVICES", message, fix, line=line, since="0.8.0")
 
 
 @rule(WARNING, *SCRIPTS, library="torch", fix="as many processes as GPUs")
@@ -451,14 +435,15 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
         gpus, line = visible_devices(doc, call)
         is_one = call.options.get("num-machines") in (None, "1") and "cpu" not in call.options
         option = {"torchrun": "nproc-per-node", "accelerate": "num-processes" if is_one else ""}.get(call.tool, "")
-        processes, count, level = as_int(call.options.get(option)), gpus.count(",") + 1, None
+        said = DEFAULT.fullmatch(call.options.get(option) or "")  # unless the environment has another number
+        processes, count, level = as_int(said[1] if said else call.options.get(option)), gpus.count(",") + 1, None
         if file := accelerate_file(doc, call) if gpus and option == "num-processes" else None:
             is_one = (as_int(file.get("num_machines")) or 1) == 1 and as_enum(file.get("distributed_type")) != "NO"
             processes = as_int(call.options.get(option, file.get("num_processes") if is_one else None))
             level = ERROR if is_one else None  # a rank takes its GPU before the script does
         if gpus and processes and processes > count:
             takes_own = re.search(r"Trainer\(|Accelerator\(|set_device\(", source_of(call.script or "", doc.path)[0])
-            level = ERROR if takes_own else level
+            level = ERROR if takes_own and not said else level
             message, fix = f"{processes} processes, and CUDA_VISIBLE_DEVICES lists {count} GPUs", "as many of both"
             if call.tool == "accelerate" and count == 1 and not call.options.keys() & {*ENGINE_FLAGS, "config-file"}:
                 message = f"{processes} processes are asked for: accelerate starts one where it sees one GPU"
@@ -469,7 +454,9 @@ def more_processes_than_gpus(doc: Document) -> Iterator[Match]:
 def visible_devices(doc: Document, call: LauncherCall) -> tuple[str, int]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES lists for a launch, and the line; empty where nothing says it."""
     assigned = r"\bCUDA_VISIBLE_DEVICES=[\"']?([0-9][0-9,]*|\$\w+)"
-    exported = [(found[1], line) for found, line in doc.script.find(rf"\bexport\b.*{assigned}") if line <= call.line]
+    exported = [
+        (found[1], line) for found, line in doc.script.find(rf"\bexport\b[^\n;&|]*{assigned}") if line <= call.line
+    ]
     in_front = re.findall(assigned, call.before)[-1:]
     gpus, line = (in_front[0], call.line) if in_front else exported[-1] if exported else ("", 0)
     if gpus.startswith("$"):
@@ -485,6 +472,19 @@ def include_with_count(doc: Document) -> Iterator[Match]:
         if call.tool == "deepspeed" and counts and filters:
             message = f"refused together with --{min(counts).replace('-', '_')}"
             yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
+
+
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="`HOST slots=N`, once for each host")
+def refused_hostfile(doc: Document) -> Iterator[Match]:
+    """A hostfile's lines are `HOST slots=N`: `deepspeed` refuses others, and a host twice."""
+    for call in doc.script.launches:
+        file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
+        lines = [line.strip() for line in texts_of([file] if file else []).splitlines()]
+        entries = [re.match(r"(\S+)\s+slots=\d|()", line) for line in lines if line and not line.startswith("#")]
+        hosts = [found[1] for found in entries if found]
+        if len(set(hosts)) < len(hosts) or None in hosts:
+            message, fix = "a line is no `HOST slots=N`, or names a host again", "`HOST slots=N`, once for each host"
+            yield Match("--hostfile", message, fix, line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")

@@ -117,7 +117,7 @@ def processes_of(doc: Document) -> int | None:
     call = doc.start
     if call is not None and call.tool == "trl":  # which passes it on to accelerate
         return as_int(doc.get("num_processes"))
-    if call is None or call.tool not in ("swift", "llamafactory-cli"):
+    if call is None or call.tool not in ("swift", "llamafactory-cli", "deepspeed"):
         return processes_of_call(call, in_yaml) if call else None
     lines = (doc.command or doc).text.split("\n")[: call.line - 1]
     exported = [line for line in lines if re.match(r"[ \t]*export[ \t]", line)]

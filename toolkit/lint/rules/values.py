@@ -95,7 +95,11 @@ def wrong_argument_type(doc: Document) -> Iterator[Match]:
     warmup, older = as_float(doc.get("warmup_steps")) or 0, doc.pinned_below("transformers", "5.0.0")
     if 0 < warmup < 1 and older and doc.program in OUR_PROGRAMS + FOREIGN:
         message = f"{warmup:g} is no share in {older}, which takes it for a number of steps: no warmup"
-        yield Match("warmup_steps", message, f"`warmup_ratio: {warmup:g}`")
+        yield Match("warmup_steps", message, f"`warmup_ratio: {warmup:g}`", since="4.0.0")
+    losses, weights = doc.get("loss_type"), doc.get("loss_weights")
+    count = len(losses) if isinstance(losses, list) else 1
+    if isinstance(weights, list) and len(weights) != count and doc.program == "trl":
+        yield Match("loss_weights", f"{len(weights)} for {count} losses: refused", f"{count} weights", library="trl")
     for name, field in trainer_schema().fields.items():
         kind, value = field.type.removesuffix(" | None"), doc.get(name)
         reads, expected = FIELD_TYPES.get(kind, (shorten, ""))
@@ -271,6 +275,8 @@ def _words_of_program(doc: Document) -> Iterator[Match]:
         place = fsdp_key(doc, name) if block == "fsdp_config" else key
         value, needs = doc.get(place), table.get("needs")
         words = [*table["words"], *(trainer_schema().fields[table["and"]].choices if "and" in table else ())]
+        if key in of_schema and "True" not in words and _lacks_value(doc, key, "str"):
+            yield Match(key, "no value follows it: the parser refuses it", f"`--{key} VALUE`", library=library)
         values = value if isinstance(value, list) and table.get("list") else [value]
         value = next((each for each in values if not any(fnmatchcase(str(each), word) for word in words)), None)
         is_text = isinstance(value, (str, int)) and as_bool(value) is None and value != "None"
