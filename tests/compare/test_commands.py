@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from fork_server import fork_process
-from launching import ROOT, cpu_environment, fork_server, read, toolkit
+from launching import ROOT, cpu_environment, fork_server, read, succeeded, toolkit
 
 from toolkit.compare.results import Results, load_results
 
 pytestmark = pytest.mark.launch
 TRIALS = ["ddp-n2-r0", "ddp-n2-r1", "zero2-n2-r0", "zero2-n2-r1"]
-SIDE_RUNS = ["ddp-n2-profile-save", "zero2-n2-profile-save"]
 P = 336_192  # parameters of the tiny Llama
 
 
@@ -31,15 +30,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_job: list[str]) -> P
     job = [*tiny_job, "--max_steps", "30", "--per_device_train_batch_size", "2"]
     command = ["compare", "--output", str(folder), *options, "--", *job]
     run_until(command, signal.SIGKILL, lambda: len(ledger_lines(folder)) == 1)
-    reported = toolkit("report", str(folder))
-    assert reported.returncode == 0, reported.stderr
+    reported = succeeded(toolkit("report", str(folder)))
     assert "Interrupted, of finished trials (1) only. " in reported.stdout
     output = run_until(command, signal.SIGINT, lambda: "data: alpaca" in log_of(folder, "zero2-n2-r0"))
     assert f"`toolkit report {folder}` shows the finished trials; the same command with `--resume` resumes" in output
     assert read(folder / "trials" / "zero2-n2-r0" / "run.json")["status"] == "interrupted"
     before = ledger_lines(folder)
-    ended = toolkit(*command)
-    assert ended.returncode == 0, ended.stderr
+    ended = succeeded(toolkit(*command))
     assert ledger_lines(folder)[: len(before)] == before  # finished trials are not repeated
     assert "already in the ledger" in ended.stderr
     assert "--price-per-gpu-hour has no effect" in ended.stderr
@@ -83,7 +80,7 @@ def test_rows_of_a_cpu_have_the_bytes_planned_on_a_gpu(results: Results) -> None
 def test_a_comparison_that_was_killed_has_each_run_once(finished: Path) -> None:
     runs = [json.loads(line)["trial"] for line in ledger_lines(finished)]
     failed = [name for name in runs if name.startswith("broken")]
-    assert sorted(runs) == sorted([*TRIALS, *SIDE_RUNS, *failed])
+    assert sorted(runs) == sorted([*TRIALS, *["ddp-n2-profile-save", "zero2-n2-profile-save"], *failed])
     assert len(failed) == 1  # its second repeat would fail as the first did
     assert "since broken on 2 processes, repeat 1 ended as failed" in (finished / "output.txt").read_text()
 
@@ -99,7 +96,6 @@ def test_rows_have_intervals_and_agree(results: Results) -> None:
     assert low < (zero2.ratio_to_reference or 0) < high
     assert "CUDA kernels" in (zeropp.message or "")
     assert "layers_to_transform=99" in (broken.message or "")
-    assert broken.failure is not None
     assert (broken.failure.phase, broken.tokens_per_second) == ("load", None)
 
 
@@ -123,8 +119,6 @@ def test_trials_have_start_up_times_and_end_early_after_the_same_step(finished: 
 
 def test_a_row_has_memory_by_phase_flops_and_no_figure_of_a_gpu(results: Results) -> None:
     row = results.rows[1]
-    assert row.memory_by_phase is not None
-    assert row.flops_per_token is not None
     sizes = row.memory_by_phase.model_dump()
     assert sizes.pop("bytes_of") == "rss"
     assert all(4 * P < size <= (row.peak_host_bytes or 0) for size in sizes.values())
@@ -141,18 +135,16 @@ def test_a_side_run_measures_communication_and_a_checkpoint(finished: Path, resu
     assert 0 < (row.exposed_communication_fraction or 0) <= (row.communication_fraction or 0) < 1
     assert (row.save_seconds or 0) > 0
     assert (row.save_bytes or 0) > 12 * P  # weights, and AdamW's two states, in fp32
-    assert row.timeline is not None
     assert (row.timeline.step, [rank.rank for rank in row.timeline.ranks]) == (4, [0, 1])
     assert "One step of every rank" in (finished / "report.html").read_text()
     assert not list(finished.glob("extras/*/checkpoint-*"))
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_by_phase_is_of_the_allocator(tmp_path: Path, tiny_model: Path, faq_alpaca: Path) -> None:
-    job = ["--model_name_or_path", str(tiny_model), "--dataset", str(faq_alpaca), "--max_seq_length", "64"]
-    job += ["--max_steps", "4", "--save_strategy", "no", "--save_model", "false", "--output_dir", str(tmp_path / "run")]
-    ended = toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def test_on_a_gpu_memory_by_phase_is_of_the_allocator(tmp_path: Path, tiny_job: list[str]) -> None:
+    job = [*tiny_job, "--max_steps", "4", "--save_strategy", "no", "--save_model", "false"]
+    job += ["--output_dir", str(tmp_path / "run")]
+    succeeded(toolkit("train", "--preset", "single", "--num-processes", "1", "--no-cpu", "--", *job))
     measured = read(tmp_path / "run" / "run.json")["measured"]
     memory = measured["memory_by_phase"]
     assert memory["bytes_of"] == "allocated"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from comparison_records import aggregate_rows, checked_comparison, comparison, trial
-from launching import SCRIPTS, nightly_launch, read, toolkit
+from launching import SCRIPTS, nightly_launch, read, succeeded, toolkit
 from trl_jobs import TRL_ROWS, trl_words
 
 from toolkit.compare.build_results import build_results
@@ -27,9 +27,6 @@ def options(folder: Path, **given: Any) -> CompareOptions:
     return CompareOptions(**known | {"output_dir": folder} | given)
 
 
-# -- what real trials show
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ddp and zero2; a variant of zero2 with another loss, and one in which the script turns DeepSpeed off."""
@@ -37,8 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["compare", "--script", str(SCRIPT), "--stop-after-steps", "3", "--cpu", "--repeats", "1"]
     words += ["--preset", "ddp", "--preset", "zero2", "--num-processes", "2", "--output-dir", str(folder / "cmp")]
     words += ["--variant", "drifts=zero2 drifts", "--variant", "contradicts=zero2 without-deepspeed"]
-    ended = toolkit(*words, "--", "compared", str(folder / "out"))
-    assert ended.returncode == 0, ended.stderr
+    succeeded(toolkit(*words, "--", "compared", str(folder / "out")))
     return folder
 
 
@@ -85,11 +81,8 @@ def test_a_report_names_the_script_its_arguments_and_what_its_trainer_had(finish
     assert f"| its arguments | compared {finished / 'out'} |" in page
 
 
-TRL = [pytest.param(script, marks=pytest.mark.nightly) for script in TRL_ROWS]
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("script", TRL)
+@nightly_launch
+@pytest.mark.parametrize("script", TRL_ROWS)
 def test_trls_scripts_train_the_same_problem_under_each_preset(script: str, tiny_model: Path, tmp_path: Path) -> None:
     words = ["compare", "--module", f"trl.scripts.{script}", "--stop-after-steps", "4", "--cpu", "--repeats", "1"]
     words += ["--preset", "ddp", "--preset", "zero2", "--preset", "fsdp2", "--num-processes", "2"]
@@ -97,8 +90,7 @@ def test_trls_scripts_train_the_same_problem_under_each_preset(script: str, tiny
     words += ["--bf16", "true", "--use_cpu", "true"]  # transformers refuses the first without the second
     # At TRL's own 1e-4, a reward's loss that ZeRO-2 computes in bf16 is 1.05 % from that of ddp after four steps.
     words += ["--learning_rate", "1e-5"] if script == "reward" else []
-    ended = toolkit(*words)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    succeeded(toolkit(*words))
     rows = load_results(tmp_path / "cmp").rows
     assert [row.status for row in rows] == ["completed"] * 3, [row.message for row in rows]
     if script not in ("grpo", "rloo"):
@@ -108,9 +100,6 @@ def test_trls_scripts_train_the_same_problem_under_each_preset(script: str, tiny
     assert {(row.parity_message or "").split(":")[0] for row in rows[1:]} == {"losses are not compared"}
     assert all((row.step_seconds_median or 0) > 0 and row.tokens_per_second is None for row in rows)
     assert not (tmp_path / "out").exists()
-
-
-# -- what needs no rank
 
 
 def test_without_digests_of_batches_losses_are_not_compared_and_the_reason_is_named() -> None:

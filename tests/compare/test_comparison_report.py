@@ -25,8 +25,7 @@ from results_documents import (
 )
 
 from toolkit.__main__ import main
-from toolkit.compare.results import Results, load_results
-from toolkit.compare.rows import Row, Run
+from toolkit.compare.results import load_results
 from toolkit.compare.runner import write_report_again
 from toolkit.errors import ToolkitError
 
@@ -113,17 +112,11 @@ def test_the_csv_has_one_line_per_row_and_no_formula(results: Document) -> None:
     assert "'=cmd()" in {row["message"] for row in csv.DictReader(io.StringIO(csv_text(results)))}
 
 
-# The notes
-
-
 def test_notes_of_gpus_say_what_mfu_counts_the_price_and_throttling(made_up: Document) -> None:
     said = "\n".join(notes(made_up))
     assert "Cost: per million non-padding tokens, at 2.5 per GPU-hour." in said
     assert "MFU counts all parameters and causal attention, padding included" in said
     assert "GPU clocks were reduced during timed steps: zero2 n2 (software power cap), zero2 n4 (" in said
-
-
-# Reading results.json
 
 
 def test_loading_a_missing_file_says_what_to_name(tmp_path: Path) -> None:
@@ -171,8 +164,3 @@ def test_a_copy_of_results_beside_others_never_replaces_their_report(results: Do
     with pytest.raises(ToolkitError, match=r"copy.json has another name than results.json"):
         write_report_again(tmp_path / "copy.json", price_per_gpu_hour=None)
     assert (tmp_path / "results.json").read_text() == "another comparison's"
-
-
-@pytest.mark.parametrize("model", [Results, Row, Run])
-def test_every_key_is_declared_with_its_meaning(model: type[Results | Row | Run]) -> None:
-    assert all((field.description or "").endswith(".") for field in model.model_fields.values())

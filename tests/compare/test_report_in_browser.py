@@ -16,10 +16,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     small, gpus = (read(FIXTURES / f"results_{name}.json") for name in ("small", "made_up_gpus"))
     for name, results in (("small", small), ("gpus", gpus)):
         write_report(results, folder / name)
-    return {
-        "small": folder / "small" / "report.html",
-        "gpus": folder / "gpus" / "report.html",
-    }
+    return {"small": folder / "small" / "report.html", "gpus": folder / "gpus" / "report.html"}
 
 
 @pytest.mark.parametrize("window", [PHONE, DESKTOP], ids=["phone", "desktop"])

@@ -125,9 +125,6 @@ def test_a_comparison_is_written_without_its_token_and_resumed_with_another(tmp_
     assert '"--hub_token",\n    "***"' in (tmp_path / "comparison.json").read_text()
 
 
-# Variants
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -179,9 +176,6 @@ def test_a_degree_that_is_missing_or_that_no_preset_or_model_has_is_refused(
 def test_more_trials_than_a_day_has_time_for_are_refused(job: tuple[str, ...]) -> None:
     with pytest.raises(ToolkitError, match="the rows and --repeats make 2,000 trials, expected 1,000 or fewer"):
         checked_comparison(options(*job, preset=("ddp", "zero2"), repeats=1000))
-
-
-# Options
 
 
 def test_world_sizes_are_separate_or_with_commas() -> None:

@@ -49,9 +49,6 @@ def test_a_batch_search_shows_its_sizes_and_the_failure_of_the_smallest_that_doe
     assert "the largest per-GPU batch that runs is 4 (zero2 n2), 8 (zero3 n2)" in answer_text(made_up)
 
 
-# Charts
-
-
 def test_a_memory_bar_is_the_peak_in_parts_against_capacity_and_plan(made_up: Document) -> None:
     """The longest of all is ddp's plan of 86.3 GiB. zero2 n2 peaks at 55 GiB."""
     memory, _ = bars(html_text(made_up), "zero2 n2")
@@ -78,7 +75,6 @@ def test_a_speed_has_its_interval_and_one_without_parity_has_no_bar(made_up: Doc
     scale = 100 / 50571.5  # the longest: the upper end of zero2 n4
     low, high = 44208.3, 45191.7
     found = re.search(r'class="span" style="left:([\d.]+)%;width:([\d.]+)%', speeds)
-    assert found is not None
     assert (float(found[1]), float(found[2])) == pytest.approx((low * scale, (high - low) * scale), abs=0.02)
     assert "44,700 (44,208 to 45,192)" in speeds
     assert "<i" not in bars(page, "zero1")[1]

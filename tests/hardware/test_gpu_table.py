@@ -73,8 +73,6 @@ def test_no_two_gpus_share_a_name() -> None:
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_peaks_are_dense_ordered_and_sourced(gpu: Gpu) -> None:
     fp16, tf32, fp32 = (gpu.peak_flops(dtype) for dtype in DTYPES[1:])
-    assert fp16 is not None
-    assert fp32 is not None
     assert gpu.peak_flops("bf16") in (fp16, None)
     # A tensor core's TF32 rate is half its fp16 rate; a sparse figure among dense ones would double the ratio.
     assert tf32 is None or fp16 / tf32 == pytest.approx(2, rel=0.02)

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.hardware.node import (
-    CGROUP_ROOT,
-    cgroup_folders,
-    count_oom_kills,
-    cpu_limit,
-    memory_limit_bytes,
-)
+from toolkit.hardware.node import CGROUP_ROOT, cgroup_folders, count_oom_kills, cpu_limit, memory_limit_bytes
 
 
 def test_the_smallest_limit_of_the_hierarchy_applies(tmp_path: Path) -> None:

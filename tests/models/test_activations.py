@@ -9,11 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from live_bytes import saved_storages
 from model_configs import EXPERTS, WIDE, built, config_file
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.models.activations import PARTIAL_ROTARY, TWO_ROTARY_EMBEDDINGS, Activations
 from toolkit.models.config_fields import ConfigFields
+from toolkit.models.count_from_transformers import (
+    LENGTHS,
+    RANKS,
+    ROWS,
+    _fit,
+    _fit_two,
+    _kind_of_each_layer,
+    describe_activations,
+)
 from toolkit.models.decoders import sliding_window
 from toolkit.models.lora import share_inputs
 from toolkit.models.read_model import read_model
@@ -25,7 +38,6 @@ EXPERTS_80 = EXPERTS | {"moe_intermediate_size": 80}
 HEAD_32 = WIDE | {"head_dim": 32}
 OPT = WIDE | {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0, "max_position_embeddings": 4096}
 GPT2 = {"vocab_size": 96, "n_embd": 128, "n_layer": 3, "n_head": 8, "n_positions": 4096}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # Every architecture with formulas, then the options that change what its layers save.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", WIDE),
@@ -42,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", WIDE | EXPERTS_80 | {"shared_expert_intermediate_size": 96}),
     "qwen3-moe": ("qwen3_moe", HEAD_32 | EXPERTS_80),
     "qwen3-moe-dense-layer": ("qwen3_moe", HEAD_32 | EXPERTS_80 | {"mlp_only_layers": [1]}),
-    "gpt2": ("gpt2", GPT2 | NO_DROPOUT),
+    "gpt2": ("gpt2", GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt2-dropout": ("gpt2", GPT2),
     "gpt-neox": ("gpt_neox", WIDE),
     "olmo": ("olmo", WIDE),
@@ -60,13 +72,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
     """Under bf16 and autocast, full and LoRA of two ranks, with every mask that the model has."""
-    from toolkit.models.count_from_transformers import RANKS, _kind_of_each_layer, describe_activations
-
     path = config_file(tmp_path, *MODELS[name])
     model = built(path)
     rows = describe_activations(model.config, _kind_of_each_layer(model))["activations"]
     shape, counted = read_model(str(path)), CountedActivations.read(rows, RANKS[0])
-    assert counted is not None
     masks = [mask for mask in MASKS if (False, False, mask) in counted.saved]
     for autocast, lora_r, mask in itertools.product((False, True), (None, 8, 24), masks):
         case = (name, f"autocast={autocast}", f"lora_r={lora_r}", mask)
@@ -93,8 +102,6 @@ def test_formulas_agree_with_the_counting(name: str, tmp_path: Path) -> None:
 
 
 def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_lengths() -> None:
-    from toolkit.models.count_from_transformers import LENGTHS, ROWS, _fit, _fit_two
-
     even = [{0: 64, 1: 4 * ROWS * n, 2: 2 * ROWS * n * n} for n in LENGTHS]
     odd = [{0: 7 + 3 * ROWS * n} for n in LENGTHS]
     assert _fit(even[:2]) == _fit(even) == [64, 4, 2.0]
@@ -104,11 +111,6 @@ def test_a_storage_that_does_not_double_with_its_row_is_fitted_over_three_length
 
 def saved_bytes(path: Path, *, autocast: bool, padded: bool, lora_r: int | None = None, math: bool = False) -> int:
     """Bytes of the storages that one forward of a real model saves, without parameters and buffers."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent), dtype=torch.float32)
     if lora_r is not None:
         lora = LoraConfig(r=lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -180,9 +182,3 @@ def test_rows_as_long_as_the_sliding_window_have_a_mask(tmp_path: Path) -> None:
 )
 def test_sliding_windows_are_read(model_type: str, fields: dict[str, Any], expected: tuple[int | None, int]) -> None:
     assert sliding_window(model_type, ConfigFields(fields, "config.json"), num_layers=12) == expected
-
-
-def test_the_terms_of_llama_by_hand(tmp_path: Path) -> None:
-    shape = read_model(str(config_file(tmp_path, "llama", WIDE)))
-    # 16·128 + 4·(128 + 32) + 8·352 + 4·8 + 8
-    assert Activations(shape=shape).saved("none").largest_layer.token_bytes(LENGTH) == 5544

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from model_configs import TINY, built, config_file, counted_tensors, fields_of
+from peft import LoraConfig, get_peft_model
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import ConfigFields
@@ -54,8 +55,6 @@ def planned(config: Path) -> ModelShape:
 
 
 def adapters_that_peft_makes(config: Path, targets: Any) -> list[tuple[int, ...]]:
-    from peft import LoraConfig, get_peft_model
-
     left_out = refused_modules(built(config)) if targets == "all-linear" else []  # with which no forward pass runs
     lora = LoraConfig(r=RANK, target_modules=targets, exclude_modules=left_out or None, task_type="CAUSAL_LM")
     model = get_peft_model(built(config), lora)
@@ -107,7 +106,6 @@ def test_a_mixture_is_checked_with_experts(model_type: str, folders: Path) -> No
     """The tiny configuration really has fused experts, and peft adapts them where the table says so."""
     shape = planned(configs(folders, model_type)[0])
     assert any(len(tensor.shape) == 3 for kind in shape.layer_kinds for tensor in kind)
-    assert shape.counted_adapters is not None
     ranks = [adapter.rank_multiple for layer in shape.counted_adapters.values() for adapter in layer]
     assert (max(ranks) > 1) is (model_type in MIXTURES_WITH_ADAPTED_EXPERTS)
 

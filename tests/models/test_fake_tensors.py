@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from live_bytes import saved_storages
+from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 
 from toolkit.models.fake_tensors import STAND_INS, with_kernels
 
@@ -50,7 +51,6 @@ def test_mamba_2_saves_its_projected_input_the_scans_output_and_a_statistic() ->
     small = sum(each.nbytes for each in weights if each is not None) + 4 * (HEADS + width + 32 * width)
     assert held == projected.nbytes + 4 * ROWS * LENGTH * (width + groups) + small
     output.sum().backward()
-    assert projected.grad is not None
     assert projected.grad.shape == projected.shape
 
 
@@ -76,8 +76,6 @@ def test_mamba_1_saves_its_inputs_with_neighbouring_tokens_its_states_and_what_t
 
 
 def test_functions_of_models_are_replaced_and_put_back() -> None:
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
-
     original = module.torch_chunk_gated_delta_rule
     with with_kernels():
         assert module.torch_chunk_gated_delta_rule is STAND_INS["torch_chunk_gated_delta_rule"]

@@ -14,7 +14,6 @@ from toolkit.models.shape import ModelShape, Tensor
 def row_mfu(row: dict[str, str], flops_per_token: int, tokens_per_second: float) -> float:
     peak = find_gpu(row["gpu"]).peak_flops("bf16")
     share = mfu(tokens_per_second_per_gpu=tokens_per_second, flops_per_token=flops_per_token, peak_flops=peak)
-    assert share is not None
     return 100 * share
 
 

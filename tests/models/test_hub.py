@@ -58,16 +58,6 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("owner", ANSWERS)
-def test_a_refused_model_says_what_to_do(owner: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    _, _, message, hint = ANSWERS[owner]
-    with pytest.raises(ToolkitError, match=message) as refused:
-        download_config(f"{owner}/model", revision="v9")
-    assert hint in str(refused.value.hint)
-
-
 @pytest.fixture
 def online(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
@@ -75,6 +65,15 @@ def online(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("owner", ANSWERS)
+def test_a_refused_model_says_what_to_do(owner: str) -> None:
+    _, _, message, hint = ANSWERS[owner]
+    with pytest.raises(ToolkitError, match=message) as refused:
+        download_config(f"{owner}/model", revision="v9")
+    assert hint in str(refused.value.hint)
 
 
 @pytest.mark.usefixtures("online")

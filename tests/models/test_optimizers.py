@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_utils import check_target_module_exists
 from transformers.training_args import OptimizerNames
 
 from toolkit.errors import ToolkitError
@@ -12,15 +13,7 @@ from toolkit.job.job_checks import check_values
 from toolkit.models.config_fields import ConfigFields
 from toolkit.models.decoders import shape_from_config
 from toolkit.models.job_weights import job_weights
-from toolkit.models.optimizers import (
-    MUON,
-    OF_SCRIPTS,
-    OPTIMIZERS,
-    UpdatedTensor,
-    optimizer_spec,
-    why_not_planned,
-)
-from toolkit.models.read_model import read_model
+from toolkit.models.optimizers import MUON, OF_SCRIPTS, OPTIMIZERS, UpdatedTensor, optimizer_spec, why_not_planned
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planner import make_plans, plan_request
 from toolkit.plan.training_setup import engine_settings, model_states
@@ -41,14 +34,8 @@ def planned_states(
 ) -> int:
     fields = ConfigFields({"model_type": "llama", "tie_word_embeddings": tied} | SIZES, "config.json")
     shape, spec = shape_from_config(fields), optimizer_spec(optim, optim_args, targets)
-    assert shape is not None
     engine = engine_settings(load_preset(preset), world_size=ranks, hidden_size=64)
     return model_states(engine, job_weights(shape), spec).optimizer_bytes
-
-
-def planned_bytes(optim: str) -> int:
-    options = PlanOptions(gpu="h200", num_processes=[1], preset=["single"], optim=optim, gradient_accumulation_steps=1)
-    return make_plans(plan_request("Qwen/Qwen3-0.6B", options))[0].memory.states.optimizer_bytes
 
 
 @pytest.mark.parametrize("optim", [*NAMES, *OF_SCRIPTS, "adam_mini"])
@@ -57,7 +44,7 @@ def test_an_optimizer_is_planned_or_refused_with_a_reason(optim: str) -> None:
         assert why_not_planned(optim) is None
         return
     with pytest.raises(ToolkitError, match=f"--optim {optim} is not planned"):
-        planned_bytes(optim)
+        make_plans(plan_request("Qwen/Qwen3-0.6B", PlanOptions(gpu="h200", num_processes=(1,), optim=optim)))
 
 
 def test_no_planned_name_is_unknown_to_transformers() -> None:
@@ -88,11 +75,7 @@ LOW_RANK = [
     ("galore_adamw", "right", [7424, 5120, 1760]),
     ("galore_adamw", "left", [5120, 7424, 2576]),
     ("galore_adafactor", "std", [1440, 1440, 584]),
-    ("galore_adafactor", "right", [1440, 3456, 1264]),
-    ("galore_adafactor", "left", [3456, 1440, 584]),
     ("apollo_adamw", "std", [7424, 7424, 3264]),
-    ("apollo_adamw", "right", [7424, 5120, 2176]),
-    ("apollo_adamw", "left", [5120, 7424, 3264]),
 ]
 
 
@@ -107,17 +90,13 @@ def test_states_of_projections_are_those_that_galore_and_apollo_made(
     optim: str, proj_type: str, made: list[int]
 ) -> None:
     spec, norm = optimizer_spec(optim, f"rank=8,proj_type={proj_type}", "all-linear"), UpdatedTensor(shape=(64,))
-    assert spec is not None
     matrices = [UpdatedTensor(shape=shape, is_projected=True) for shape in ((96, 24), (24, 96), (6, 40))]
     assert [spec.state_bytes([matrix, norm]) for matrix in matrices] == made
 
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*mlp.*", ["q_proj", "mlp"], r"model\.layers\.0\..*"])
 def test_the_modules_that_are_projected_are_those_that_transformers_chooses(targets: Any) -> None:
-    from transformers.trainer_utils import check_target_module_exists
-
     spec = optimizer_spec("galore_adamw", None, targets)
-    assert spec is not None
     for name in ("model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
         theirs = targets == "all-linear" or bool(check_target_module_exists(targets, name))
         assert spec.projects(name) == theirs
@@ -146,11 +125,9 @@ def test_states_of_a_model_are_those_of_the_groups_that_the_trainer_made(tied: b
     [
         ("single", 1, "dion", "rank_fraction=0.25", 424_448),
         ("single", 1, "dion", None, 559_616),
-        ("ddp", 2, "dion", "rank_fraction=.25", 424_448),
         ("single", 1, "dion", "rank_fraction=0.3,mu=0.9", 435_712),
         ("fsdp2", 2, "dion", "rank_fraction=0.25", 216_320),
         ("fsdp2", 2, "dion", "rank_fraction=0.3,rank_multiple_of=8", 230_656),
-        ("fsdp2_hybrid", 4, "dion", "rank_fraction=0.25", 216_320),
         ("fsdp2", 2, "dion2", None, 189_696),
         ("fsdp2", 2, "dion2", "algorithm=lion", 189_696 - 33_408),
         ("fsdp2", 2, "dion3", None, 191_488),
@@ -182,12 +159,4 @@ def test_projections_of_shards_are_refused(preset: str, optim: str) -> None:
         assert unsupported(load_preset(preset), Job(optim=optim), purpose="plan") is None
         return
     reason = unsupported(load_preset(preset), Job(optim=optim), purpose="plan")
-    assert reason is not None
     assert f"--optim {optim} does not work under preset '{preset}'" in reason.message
-
-
-def test_three_states_take_half_as_much_again_as_two() -> None:
-    size = read_model("Qwen/Qwen3-0.6B").num_params
-    assert planned_bytes("ademamix") == 3 * 4 * size
-    assert planned_bytes("adamw_torch_fused") == 2 * 4 * size
-    assert planned_bytes("rmsprop_bnb") == 4 * size

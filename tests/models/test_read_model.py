@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from model_configs import ARCHITECTURES, EXPERTS, TINY, built, config_file, counted_tensors
+from transformers import Trainer
 
 from toolkit.errors import ToolkitError
+from toolkit.models import count_from_transformers as counting
 from toolkit.models import read_model as reading
 from toolkit.models.decoders import types_with_formulas
 from toolkit.models.read_model import cached_count, config_path, count_shape, read_model
@@ -26,8 +28,6 @@ def test_every_known_architecture_is_held_against_transformers() -> None:
     ("model_type", "fields"), ARCHITECTURES, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_tensors_and_weight_decay_are_transformers_own(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import Trainer
-
     path = config_file(tmp_path, model_type, fields)
     model, shape = built(path), read_model(str(path))
     classes = set(model._no_split_modules)
@@ -144,7 +144,6 @@ def test_the_second_call_starts_no_child(children: list[list[str]]) -> None:
     assert children[0][1:] == ["-m", "toolkit.models.count_from_transformers", "config.json"]
     for shape in (first, second):
         assert (shape.counted_on, shape.activations_from, shape.num_params) == ("meta device", "saved tensors", 336)
-        assert shape.counted_activations is not None
         assert shape.counted_activations.at(autocast=False, lora_r=None, mask="none").layers.token_bytes(3) == 70
 
 
@@ -228,8 +227,6 @@ def test_a_model_whose_layers_cannot_be_planned_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Zamba 2 said that `zip()` was longer, and BioGPT's plan had the largest of no layers."""
-    from toolkit.models import count_from_transformers as counting
-
     monkeypatch.setattr(counting, "COUNTING_CPU_SECONDS", time.process_time() + 60)
     with pytest.raises(SystemExit):
         counting.main([str(config_file(tmp_path, model_type, fields))])
@@ -238,7 +235,6 @@ def test_a_model_whose_layers_cannot_be_planned_is_refused_with_the_reason(
 
 def test_the_limit_of_a_count_holds_where_its_first_error_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ignores what a callback raises that runs while a tensor is freed."""
-    from toolkit.models import count_from_transformers as counting
 
     def work(seconds: float) -> None:
         end = time.process_time() + seconds

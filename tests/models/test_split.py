@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from model_configs import EXPERTS, TINY
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.models.activations import Activations
 from toolkit.models.config_fields import ConfigFields
@@ -24,8 +26,6 @@ NOT_LITERAL = {"hrm_text"}
 
 
 def plans_of_class(model_type: str) -> dict[str, Any]:
-    from transformers import CONFIG_MAPPING
-
     plans = {kind: getattr(CONFIG_MAPPING[model_type], f"base_model_{kind}_plan", None) for kind in ("tp", "ep")}
     return {kind: plan for kind, plan in plans.items() if plan}
 
@@ -37,8 +37,6 @@ def test_plans_are_those_of_transformers_own_classes(model_type: str) -> None:
 
 @pytest.mark.nightly
 def test_all_plans_but_one_are_those_of_transformers_own_classes() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     expected = {model_type: plans_of_class(model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     assert {model_type for model_type, plans in expected.items() if model_plans(model_type) != plans} == NOT_LITERAL
     assert len([plans for plans in expected.values() if plans]) > 90

@@ -32,17 +32,14 @@ QWEN: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_heads
 QWEN |= {"patch_size": 14}
 GLM = QWEN | {"image_size": 224, "out_hidden_size": 512}  # its blocks' MLP is as wide as its output
 BY_PATCHES = ("qwen", "glm")  # they take patches and the grid that these are of
+PIXTRAL = VISION | SIDES | {"model_type": "pixtral", "head_dim": 32}
 SIGLIP = VISION | SIDES | {"model_type": "siglip_vision_model"}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", QWEN | {"fullatt_block_indexes": [0, 1, 2]}, {}),
     "qwen3_vl": ("qwen3_vl_text", QWEN | {"num_position_embeddings": 256, "deepstack_visual_indexes": [0]}, {}),
     "gemma3": ("gemma3_text", SIGLIP, {"mm_tokens_per_image": 64}),
-    "mistral3": ("mistral", VISION | SIDES | {"model_type": "pixtral", "head_dim": 32}, {"spatial_merge_size": 2}),
-    "llava": (
-        "mistral",
-        VISION | SIDES | {"model_type": "pixtral", "head_dim": 32},
-        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
-    ),
+    "mistral3": ("mistral", PIXTRAL, {"spatial_merge_size": 2}),
+    "llava": ("mistral", PIXTRAL, {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
     "glm4v": ("glm4v_text", GLM, {}),
     "glm4v_moe": ("glm4v_moe_text", GLM, {}),
     "aya_vision": ("cohere2", SIGLIP | {"vision_use_head": False}, {"downsample_factor": 2}),

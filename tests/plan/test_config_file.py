@@ -49,6 +49,7 @@ OWN_SCRIPT = """deepspeed --num_gpus 4 train.py --model_name_or_path Qwen/Qwen3-
  --optim adamw_torch --tune_head"""
 TRL = """accelerate launch --config_file zero2.yaml --num_processes 4 sft.py --model_name_or_path MODEL
  --dataset_name trl-lib/Capybara --max_length 512 --per_device_train_batch_size 2"""
+FULL_FACTORY, OFT = (LLAMA_FACTORY.replace(": lora", f": {kind}") for kind in ("full", "oft"))
 OURS = "model_name_or_path: MODEL\nmax_seq_length: 512\nper_device_train_batch_size: 2\nlora_r: 8\n"
 
 
@@ -58,35 +59,6 @@ def planned(folder: Path, name: str, text: str, *given: str, **options: object) 
     found = configured_plan(file, None, PlanOptions(**options), given=given)  # type: ignore[arg-type]
     assert found.model == "MODEL"
     return found.options
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "preset", "lora_r", "checkpointing", "loss"),
-    [
-        ("axolotl.yaml", AXOLOTL, ("zero3",), 8, True, "full"),
-        ("factory.yaml", LLAMA_FACTORY, ("ddp",), 8, True, "fused"),
-        ("factory.yaml", LLAMA_FACTORY.replace("dataset: identity", "train_file: a"), ("ddp",), 8, True, "fused"),
-        ("trl.sh", TRL, ("zero2",), None, True, "chunked"),
-        ("ours.yaml", OURS, (), 8, False, "chunked"),
-        ("run.sh", FACTORY_COMMAND, ("zero2",), 16, True, "full"),
-        ("run.sh", "llamafactory-cli train factory.yaml", ("ddp",), 8, True, "fused"),
-    ],
-)
-def test_model_method_batch_lengths_strategy_and_loss_come_from_the_file(
-    name: str, text: str, preset: tuple[str, ...], lora_r: int | None, checkpointing: bool, loss: str, tmp_path: Path
-) -> None:
-    (tmp_path / "zero2.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
-    (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
-    options = planned(tmp_path, name, text)
-    assert (options.max_seq_length, options.per_device_train_batch_size) == (512, 2)
-    assert (options.preset, options.lora_r, options.activation_checkpointing) == (preset, lora_r, checkpointing)
-    assert options.loss == loss  # axolotl and LLaMA-Factory compute all logits at once unless Liger does not
-    assert options.gradient_as_bucket_view is (None if name == "ours.yaml" else False)
-
-
-def test_the_number_of_processes_and_the_epochs_come_from_the_file(tmp_path: Path) -> None:
-    assert planned(tmp_path, "trl.sh", TRL).num_processes == (4,)
-    assert planned(tmp_path, "axolotl.yaml", AXOLOTL).num_train_epochs == 2
 
 
 def test_a_trl_yaml_is_of_the_method_that_the_command_line_names(tmp_path: Path) -> None:
@@ -99,61 +71,14 @@ FULL = AXOLOTL.replace("adapter: lora\nlora_r: 8\n", "")
 GRPO = "model_name_or_path: MODEL\ndataset_name: a/b\nnum_generations: 4\nmax_completion_length: 100\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n"),
-        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n"),
-        ("ours.yaml", f"{OURS}lora_r: 4\nlora_config: [use_dora=true]\n"),
-    ],
-)
-def test_dora_of_a_file_is_planned(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text)
-    assert configured_plan(tmp_path / name, None, PlanOptions(), given=()).options.dora is True
-
-
-def test_oft_of_a_file_is_planned_in_its_blocks(tmp_path: Path) -> None:
-    text = LLAMA_FACTORY.replace(": lora", ": oft")
-    for more, block_size in (("", 32), ("oft_block_size: 16\noft_target: q_proj,v_proj\n", 16)):
-        (tmp_path / "l.yaml").write_text(text + more)
-        options = configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=()).options
-        assert options.oft_block_size == block_size
-    assert options.lora_target_modules == ("q_proj", "v_proj")
-
-
-@pytest.mark.parametrize(
-    ("text", "optim", "arguments", "targets"),
-    [
-        ("optimizer: dion\ndion_rank_fraction: 0.5\n", "dion", None, []),  # axolotl passes on `optim_args` alone
-        ("optimizer: dion\noptim_args: {rank_fraction: 0.25}\n", "dion", "rank_fraction=0.25", []),
-        ("use_galore: true\n", "galore_adamw", "rank=16,proj_type=std", ["(?!lm_head).*"]),
-        ("use_galore: true\ngalore_target: mlp,q_proj\ngalore_rank: 8\noptim: paged_adamw_8bit\n",
-         "galore_adamw_8bit", "rank=8,proj_type=std", ["mlp", "q_proj"]),
-        ("use_apollo: true\napollo_rank: 64\n", "apollo_adamw", "rank=64,proj_type=std,proj=random", ["(?!lm_head).*"]),
-    ],
-)  # fmt: skip
-def test_low_rank_optimizers_of_another_program_are_planned_as_what_they_keep(
-    text: str, optim: str, arguments: str | None, targets: list[str], tmp_path: Path
-) -> None:
-    base = FULL if "dion" in text else f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\n"
-    options = planned(tmp_path, "l.yaml", f"{base}{text}")
-    assert (options.optim, options.optim_args, list(options.optim_target_modules or ())) == (optim, arguments, targets)
-
-
-def test_fp8_of_a_file_is_planned_by_torchao(tmp_path: Path) -> None:
-    assert planned(tmp_path, "a.yaml", f"{FULL}fp8: true\n").fp8
-    assert planned(tmp_path, "l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\n").fp8
-
-
-@pytest.mark.parametrize("size", ["many", 1, 16.5])
-def test_blocks_of_no_size_are_refused_by_name(tmp_path: Path, size: object) -> None:
-    (tmp_path / "l.yaml").write_text(f"{LLAMA_FACTORY.replace(': lora', ': oft')}oft_block_size: {size}\n")
-    with pytest.raises(ToolkitError, match=f"oft_block_size is '?{size}'?, expected (a whole number|2 or more)"):
-        configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=())
-
-
 STAGE = LLAMA_FACTORY.replace("stage: sft", "stage: STAGE")
 ROWS = "--model_name_or_path MODEL --per_device_train_batch_size 2"
+SIZES = {"max_seq_length": 512, "per_device_train_batch_size": 2}
+SIZES |= {"activation_checkpointing": True, "gradient_as_bucket_view": False}
+OURS_ALONE = {"lora_r": 8, "activation_checkpointing": False, "gradient_as_bucket_view": None, "program": None}
+LOW_RANK = f"{FULL_FACTORY}bf16: true\n"
+IMAGES = f"{LLAMA_FACTORY}image_max_pixels: 262144\n"
+NF4 = "quantization_method: bnb\nquantization_type: nf4\n"  # nothing is quantized without quantization_bit
 SWIFT = "model: MODEL\ntuner_type: lora\nlora_rank: 4\nmax_length: 2048\n"
 SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --max_length 4096 --packing true"
 
@@ -169,13 +94,13 @@ SWIFT_COMMAND = "NPROC_PER_NODE=2 swift sft --model MODEL --tuner_type full --ma
         ("a.yaml", f"{AXOLOTL}max_seq_length: 4096\n", "max_seq_length is not planned: axolotl 0.19.0 has no such",
          "max_seq_length"),
         ("a.yaml", f"{FULL}bf16: false\n", "bf16 (off)", "preset"),
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}fp8: true\nfp8_backend: te\n", "fp8 True", "fp8"),
-        ("l.yaml", LLAMA_FACTORY.replace(": lora", ": oft") + "oft_rank: 8\n", "finetuning_type 'oft'", "lora_r"),
+        ("l.yaml", f"{FULL_FACTORY}fp8: true\nfp8_backend: te\n", "fp8 True", "fp8"),
+        ("l.yaml", OFT + "oft_rank: 8\n", "finetuning_type 'oft'", "lora_r"),
         ("l.yaml", LLAMA_FACTORY.replace(": lora", ": freeze"), "finetuning_type 'freeze'", "lora_r"),
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_galore: true\ngalore_layerwise: true\n",
+        ("l.yaml", f"{FULL_FACTORY}bf16: true\nuse_galore: true\ngalore_layerwise: true\n",
          "use_galore", "optim"),
         ("l.yaml", f"{LLAMA_FACTORY}bf16: true\nuse_galore: true\n", "use_galore", "optim"),
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}bf16: true\nuse_badam: true\n", "use_badam", "optim"),
+        ("l.yaml", f"{FULL_FACTORY}bf16: true\nuse_badam: true\n", "use_badam", "optim"),
         ("l.yaml", f"{LLAMA_FACTORY}quantization_bit: 3\n", "quantization_bit 3", "load_in_4bit"),
         ("l.yaml", f"{LLAMA_FACTORY}max_seq_length: 4096\n", "no such setting, but cutoff_len", "max_seq_length"),
         ("l.yaml", STAGE.replace("STAGE", "ppo"), "trains with 'ppo'", "method"),
@@ -199,16 +124,8 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
     assert setting in refused.value.message
     assert f"--{option.replace('_', '-')}" in f"{refused.value.message} {refused.value.hint}"
     option = option.removesuffix(" 8")
-    values = {
-        "max_seq_length": 64,
-        "lora_r": 4,
-        "preset": ("zero3",),
-        "cp": 2,
-        "load_in_4bit": True,
-        "method": "sft",
-        "fp8": True,
-    }
-    values |= {"optim": "adafactor", "attn_implementation": "sdpa", "gradient_accumulation_steps": 2}
+    values = {"max_seq_length": 64, "lora_r": 4, "preset": ("zero3",), "cp": 2, "load_in_4bit": True, "fp8": True}
+    values |= {"method": "sft", "optim": "adafactor", "attn_implementation": "sdpa", "gradient_accumulation_steps": 2}
     assert getattr(planned(tmp_path, name, text, option, **{option: values[option]}), option) == values[option]
 
 
@@ -261,8 +178,45 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("t.sh", f"{TRL} --use_peft --dtype bfloat16", {"fp32_base": False}),
         ("a.yaml", FULL.partition("deepspeed")[0], {"pure_bf16": True, "preset": ("ddp",)}),
         ("a.yaml", FULL, {"pure_bf16": None, "preset": ("zero3",)}),  # DeepSpeed keeps fp32 masters
-        ("l.yaml", f"{LLAMA_FACTORY.replace(': lora', ': full')}pure_bf16: true\n", {"pure_bf16": True}),
+        ("l.yaml", f"{FULL_FACTORY}pure_bf16: true\n", {"pure_bf16": True}),
         ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: adamw_bnb_8bit\n", {"optim": "adamw_bnb_8bit"}),
+        # axolotl and LLaMA-Factory compute all logits at once unless Liger does not
+        ("axolotl.yaml", AXOLOTL, SIZES | {"preset": ("zero3",), "lora_r": 8, "loss": "full", "num_train_epochs": 2}),
+        ("axolotl.yaml", AXOLOTL, {"program": "axolotl"}),
+        ("factory.yaml", LLAMA_FACTORY, SIZES | {"preset": ("ddp",), "loss": "fused", "freeze_vision_tower": False}),
+        ("factory.yaml", LLAMA_FACTORY, {"program": "llama-factory"}),
+        ("factory.yaml", LLAMA_FACTORY.replace("dataset: identity", "train_file: a"), SIZES | {"loss": "fused"}),
+        ("trl.sh", TRL, SIZES | {"preset": ("zero2",), "lora_r": None, "loss": "chunked", "num_processes": (4,)}),
+        ("trl.sh", TRL, {"program": "trl"}),
+        ("ours.yaml", OURS, SIZES | {"preset": (), "loss": "chunked"} | OURS_ALONE),
+        ("run.sh", FACTORY_COMMAND, SIZES | {"preset": ("zero2",), "lora_r": 16, "loss": "full"}),
+        ("run.sh", "llamafactory-cli train factory.yaml", SIZES | {"preset": ("ddp",), "lora_r": 8, "loss": "fused"}),
+        ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n", {"dora": True}),
+        ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n", {"dora": True}),
+        ("ours.yaml", f"{OURS}lora_config: [use_dora=true]\n", {"dora": True}),
+        ("l.yaml", OFT, {"oft_block_size": 32}),
+        ("l.yaml", f"{OFT}oft_block_size: 16\noft_target: q_proj,v_proj\n",
+         {"oft_block_size": 16, "lora_target_modules": ("q_proj", "v_proj")}),
+        ("l.yaml", f"{FULL}optimizer: dion\ndion_rank_fraction: 0.5\n",  # axolotl passes on `optim_args` alone
+         {"optim": "dion", "optim_args": None}),
+        ("l.yaml", f"{FULL}optimizer: dion\noptim_args: {{rank_fraction: 0.25}}\n",
+         {"optim_args": "rank_fraction=0.25"}),
+        ("l.yaml", f"{LOW_RANK}use_galore: true\n",
+         {"optim": "galore_adamw", "optim_args": "rank=16,proj_type=std", "optim_target_modules": ["(?!lm_head).*"]}),
+        ("l.yaml", f"{LOW_RANK}use_galore: true\ngalore_target: mlp,q_proj\ngalore_rank: 8\noptim: paged_adamw_8bit\n",
+         {"optim": "galore_adamw_8bit", "optim_args": "rank=8,proj_type=std",
+          "optim_target_modules": ["mlp", "q_proj"]}),
+        ("l.yaml", f"{LOW_RANK}use_apollo: true\napollo_rank: 64\n",
+         {"optim": "apollo_adamw", "optim_args": "rank=64,proj_type=std,proj=random"}),
+        ("a.yaml", f"{FULL}fp8: true\n", {"fp8": True}),
+        ("l.yaml", f"{FULL_FACTORY}fp8: true\n", {"fp8": True}),
+        ("a.yaml", f"{FULL}bf16: full\n", {"pure_bf16": None, "preset": ("zero3",)}),
+        ("l.yaml", IMAGES, {"freeze_vision_tower": True}),
+        ("l.yaml", f"{IMAGES}freeze_vision_tower: false\n", {"freeze_vision_tower": False}),
+        ("l.yaml", f"{LLAMA_FACTORY}{NF4}", {"load_in_4bit": False}),
+        ("l.yaml", f"{LLAMA_FACTORY}{NF4}quantization_bit: 4\n", {"load_in_4bit": True}),
+        ("s.yaml", f"{SWIFT}torch_dtype: float32\n", {"fp32_base": True}),
+        ("s.yaml", f"{SWIFT}torch_dtype: bfloat16\n", {"fp32_base": None}),
         ("s.yaml", f"{SWIFT}deepspeed: zero2\nrlhf_type: dpo\n",
          {"preset": ("zero2",), "method": "dpo", "lora_r": 4, "max_seq_length": 2048, "program": "ms-swift"}),
         ("s.yaml", f"{SWIFT}quant_bits: 8\n", {"load_in_8bit": True, "activation_checkpointing": True}),
@@ -275,6 +229,8 @@ def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     name: str, text: str, expected: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "dpo").mkdir()
+    (tmp_path / "zero2.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
     options = planned(tmp_path, name, text)
     assert {key: getattr(options, key) for key in expected} == expected
 
@@ -313,20 +269,14 @@ def test_what_is_not_used_and_what_the_program_does_not_have_is_said(tmp_path: P
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("model:\n  _component_: torchtune.models.llama3.lora_llama3_8b\n  lora_rank: 8\nbatch_size: 2\n"
-         "tokenizer: {_component_: x, max_seq_len: 4096}\nenable_activation_checkpointing: true\n",
-         "--loss chunked_output --per-device-train-batch-size 2 --max-seq-length 4096 --lora-r 8"
-         " --activation-checkpointing"),
-    ],
-)  # fmt: skip
-def test_a_file_that_is_not_read_is_answered_with_the_command_to_type(text: str, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_read_is_answered_with_the_command_to_type(tmp_path: Path) -> None:
+    text = "model:\n  _component_: torchtune.models.llama3.lora_llama3_8b\n  lora_rank: 8\nbatch_size: 2\n"
+    text += "tokenizer: {_component_: x, max_seq_len: 4096}\nenable_activation_checkpointing: true\n"
+    words = "--loss chunked_output --per-device-train-batch-size 2 --max-seq-length 4096 --lora-r 8"
     (tmp_path / "theirs.yaml").write_text(text)
     with pytest.raises(ToolkitError, match=r"is a file of torchtune, which is not read") as refused:
         configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=[])
-    assert f"`toolkit plan MODEL {words}`" in str(refused.value.hint)
+    assert f"`toolkit plan MODEL {words} --activation-checkpointing`" in str(refused.value.hint)
 
 
 def test_the_length_of_an_older_trls_command_decides_the_verdict(
@@ -355,42 +305,21 @@ def test_a_flash_attention_of_the_file_is_planned_without_transformers(
     assert planned(tmp_path, "a.yaml", f"{AXOLOTL}flash_attention: true\n").attn_implementation == "flash_attention_2"
 
 
-def test_bf16_full_of_axolotl_computes_in_bf16(tmp_path: Path) -> None:
-    assert planned(tmp_path, "a.yaml", f"{FULL}bf16: full\n") == planned(tmp_path, "a.yaml", f"{FULL}bf16: true\n")
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
         (f"{AXOLOTL}layer_offloading: true\n", "layer_offloading"),
         (f"{AXOLOTL}overrides_of_model_config: {{rope_theta: 5.0}}\n", "overrides_of_model_config"),
         (f"{LLAMA_FACTORY}resize_vocab: true\n", "resize_vocab"),
-        (
-            "model: MODEL\ntuner_type: lora\nmax_length: 9\nper_device_eval_batch_size: 9\n",
-            "per_device_eval_batch_size",
-        ),
-        ("model: MODEL\ntuner_type: lora\nmax_length: 9\ndevice_map: auto\n", "device_map"),
+        (f"{LLAMA_FACTORY}{NF4}", "quantization_method (without quantization_bit nothing is quantized)"),
+        (f"{SWIFT}per_device_eval_batch_size: 9\n", "per_device_eval_batch_size"),
+        (f"{SWIFT}device_map: auto\n", "device_map"),
     ],
 )
 def test_a_setting_that_changes_memory_and_no_plan_is_named(text: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     described = configured_plan(tmp_path / "theirs.yaml", None, PlanOptions(), given=()).described
     assert name in described.partition("not used: ")[2]
-
-
-def test_adapters_of_ms_swift_on_a_base_in_fp32_are_planned_so(tmp_path: Path) -> None:
-    text = "model: MODEL\ntuner_type: lora\nmax_length: 9\ntorch_dtype: "
-    assert [planned(tmp_path, "s.yaml", f"{text}{word}\n").fp32_base for word in ("float32", "bfloat16")] == [
-        True,
-        None,
-    ]
-
-
-def test_a_number_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ToolkitError, match="beta is 'much', expected a number"):
-        planned(tmp_path, "trl.sh", "trl dpo --model_name_or_path MODEL --beta much")
-    with pytest.raises(ToolkitError, match="max_prompt_length is 'long', expected a whole number"):
-        planned(tmp_path, "t.yaml", f"{GRPO}max_prompt_length: long\n")
 
 
 def test_a_command_ends_at_a_pipe_and_has_the_variables_that_its_script_assigns(tmp_path: Path) -> None:
@@ -436,6 +365,7 @@ def test_a_script_of_ones_own_is_answered_with_the_command_that_plans_its_words(
 
 def test_flags_of_the_command_line_win(tmp_path: Path) -> None:
     assert planned(tmp_path, "qlora.yaml", QLORA, "lora_r", lora_r=4).load_in_4bit
+    assert planned(tmp_path, "a.yaml", AXOLOTL, "program", program="toolkit").program == "toolkit"
     options = planned(tmp_path, "trl.sh", TRL, "max_seq_length", "preset", max_seq_length=64, preset=("fsdp2",))
     assert (options.max_seq_length, options.preset, options.num_processes) == (64, ("fsdp2",), (4,))
 
@@ -458,52 +388,27 @@ def test_a_file_is_planned_like_the_same_flags(tmp_path: Path, capsys: pytest.Ca
         ("rl.yaml", AXOLOTL + "rl: ebft\n", "trains with 'ebft', which is not planned"),
         ("preset.yaml", "distributed_type: FSDP\n", "is not recognised"),
         ("ours.yaml", OURS + "max_seq_lenght: 5\n", "max_seq_lenght"),
+        ("trl.sh", "trl dpo --model_name_or_path MODEL --beta much", "beta is 'much', expected a number"),
+        ("t.yaml", f"{GRPO}max_prompt_length: long\n", "max_prompt_length is 'long', expected a whole number"),
+        ("l.yaml", f"{OFT}oft_block_size: many\n", "oft_block_size is 'many', expected a whole number"),
+        ("l.yaml", f"{OFT}oft_block_size: 1\n", "oft_block_size is 1, expected 2 or more"),
     ],
 )
-def test_a_file_without_a_model_or_of_something_else_is_refused(
+def test_a_file_without_a_model_of_something_else_or_with_no_number_is_refused(
     name: str, text: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolkitError, match=message):
         planned(tmp_path, name, text)
 
 
-IMAGES = f"{LLAMA_FACTORY.replace('lora_rank: 8', 'lora_rank: 4')}image_max_pixels: 262144\n"
-
-
-def test_a_llama_factory_file_with_images_is_planned_with_a_frozen_encoder(tmp_path: Path) -> None:
-    assert planned(tmp_path, "a.yaml", IMAGES).freeze_vision_tower
-    assert not planned(tmp_path, "b.yaml", f"{IMAGES}freeze_vision_tower: false\n").freeze_vision_tower
-    assert not planned(tmp_path, "c.yaml", LLAMA_FACTORY).freeze_vision_tower
-
-
-def test_llama_factory_quantizes_nothing_without_quantization_bit(tmp_path: Path) -> None:
-    text = f"{LLAMA_FACTORY}quantization_method: bnb\nquantization_type: nf4\n"
-    assert not planned(tmp_path, "l.yaml", text).load_in_4bit
-    assert planned(tmp_path, "m.yaml", f"{text}quantization_bit: 4\n").load_in_4bit
-    described = configured_plan(tmp_path / "l.yaml", None, PlanOptions(), given=()).described
-    assert "quantization_method (without quantization_bit nothing is quantized)" in described
-
-
-def test_a_file_is_planned_with_the_numerics_of_its_program(tmp_path: Path) -> None:
-    files = {"axolotl": AXOLOTL, "llama-factory": LLAMA_FACTORY, "trl": TRL}
-    for program, text in files.items():
-        name = "t.sh" if program == "trl" else f"{program}.yaml"
-        assert planned(tmp_path, name, text).program == program
-        assert planned(tmp_path, name, text, "program", program="toolkit").program == "toolkit"
-    assert planned(tmp_path, "ours.yaml", OURS).program is None
-
-
-GRPO_WITHOUT_MODEL = "num_generations: 8\nmax_completion_length: 512\nper_device_train_batch_size: 8\noutput_dir: out\n"
-
-
 def test_a_trl_file_whose_script_names_the_model_is_planned_with_one(tmp_path: Path) -> None:
     file = tmp_path / "grpo.yaml"
-    file.write_text(GRPO_WITHOUT_MODEL)
+    file.write_text(GRPO.removeprefix("model_name_or_path: MODEL\ndataset_name: a/b\n"))
     with pytest.raises(ToolkitError, match="names no model") as error:
         configured_plan(file, None, PlanOptions(), given=())
     assert error.value.hint == f"`toolkit plan MODEL --config {file}`"
     found = configured_plan(file, "owner/name", PlanOptions(), given=())
-    assert (found.model, found.options.method, found.options.num_generations) == ("owner/name", "grpo", 8)
+    assert (found.model, found.options.method, found.options.num_generations) == ("owner/name", "grpo", 4)
 
 
 def test_a_model_of_the_command_line_changes_nothing_of_whose_a_file_is(tmp_path: Path) -> None:

@@ -23,12 +23,6 @@ def test_mean_time_between_failures_is_metas(gpus: int, hours: float) -> None:
     assert rsc1_job(gpus).mean_seconds_between_failures / HOUR == pytest.approx(hours, rel=0.005)
 
 
-def test_known_miss_jobs_of_1024_gpus_are_interrupted_far_more_often_than_their_nodes_fail() -> None:
-    predicted, measured = rsc1_job(1024).mean_seconds_between_failures / HOUR, 7.9
-    assert predicted == pytest.approx(28.8, abs=0.1)
-    assert predicted > 3 * measured
-
-
 @pytest.mark.parametrize(("save_seconds", "ratio"), [(10.0, 0.920), (60.0, 0.858)])
 def test_effective_time_ratio_of_12000_gpus_is_metas(save_seconds: float, ratio: float) -> None:
     job = rsc1_job(12_000, checkpoint_seconds=save_seconds)

@@ -90,8 +90,6 @@ def test_without_data_steps_or_a_price_nothing_is_made_up(capsys: Capsys) -> Non
 def test_packed_rows_are_counted_with_the_models_tokenizer(tmp_path: Path, tiny_model: Any) -> None:
     options = PlanOptions(dataset=rows(tmp_path, 10))
     work = work_of(options, PlannedJob(packing=True), str(tiny_model))
-    assert work is not None
-    assert work.tokens is not None
     assert 20 <= work.tokens <= 90  # two words, ten times
     with pytest.raises(ToolkitError, match="has no tokenizer"):
         work_of(options, PlannedJob(packing=True), str(LLAMA_8B_CONFIG))
@@ -121,7 +119,6 @@ def test_rows_with_columns_of_another_name_are_counted(tmp_path: Path, tiny_mode
     options = PlanOptions(dataset=file, column=("instruction=question", "output=answer"))
     assert work_of(options, PlannedJob(), "MODEL") == Work(rows=7)
     packed = work_of(options, PlannedJob(packing=True), str(tiny_model))
-    assert packed is not None
     assert packed.tokens == 14
     with pytest.raises(ToolkitError, match="fields found: question, answer"):
         work_of(PlanOptions(dataset=file), PlannedJob(), "MODEL")

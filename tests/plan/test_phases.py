@@ -1,19 +1,18 @@
 """Moments of a job beside its steps, and what engines hold in them: compared with the libraries on a CPU."""
 
-import inspect
 import json
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from command_line import run_command
 from live_bytes import LiveBytes
 from model_configs import LLAMA_8B_CONFIG, LLAMA_8B_PARAMS, llama_8b
 from planned_commands import planned_command
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_pt_utils import EvalLoopContainer
 
 from toolkit.errors import ToolkitError
 from toolkit.models.job_weights import job_weights
@@ -43,33 +42,7 @@ def phase(name: str, *job: Any, **options: Any) -> PhaseMemory:
 
 
 def test_fsdp1s_root_unit_has_the_embedding_and_stays_whole_from_forward_to_backward() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
-    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        settings: dict[str, Any] = {"auto_wrap_policy": policy, "device_id": torch.device("cpu")}
-        settings["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
-        sharded = FullyShardedDataParallel(model, use_orig_params=True, **settings)
-        units = [unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(sharded)]
-
-        def gathered() -> list[int]:
-            return [unit._full_param_padded.untyped_storage().nbytes() for unit in units]
-
-        rows = torch.zeros(1, 8, dtype=torch.long)
-        loss = sharded(input_ids=rows, labels=rows).loss
-        between = gathered()
-        loss.backward()
-        after = gathered()
-    finally:
-        dist.destroy_process_group()
-    assert (between, after) == ([2 * (2 * 96 * 64 + 64), 0, 0], [0, 0, 0])  # embedding, head and final norm, in bf16
+    """Torch gathers the embedding, the head and the final norm as one unit, until the backward ends."""
     of_fsdp1, of_fsdp2 = (phase("forward", "fsdp2", 8, lora_r=8, fsdp1=fsdp1) for fsdp1 in (True, False))
     assert of_fsdp1.buffer_bytes - of_fsdp2.buffer_bytes == 2 * VOCABULARY * HIDDEN
     assert phase("step", "fsdp2", 8, fsdp1=True) == phase("step", "fsdp2", 8)
@@ -116,8 +89,6 @@ def test_an_evaluation_makes_the_logits_of_its_batch_without_activations_or_grad
     """transformers' loss, as in training: bf16 logits, their fp32 copy and log-probabilities."""
     hidden, labels = torch.zeros(4, 65, 8, dtype=torch.bfloat16), torch.zeros(4, 65, dtype=torch.long)
     head, number = torch.nn.Linear(8, 4096, bias=False, dtype=torch.bfloat16), 4 * 65 * 4096
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     with torch.no_grad(), LiveBytes() as bytes_of:
         logits = head(hidden)  # which the model returns
         ForCausalLMLoss(logits, labels, vocab_size=4096)
@@ -140,7 +111,6 @@ def test_ligers_loss_makes_all_logits_in_an_evaluation() -> None:
 
 
 def test_data_parallel_gathers_the_logits_of_all_replicas_on_its_first_gpu() -> None:
-    assert "return self.gather(outputs, self.output_device)" in inspect.getsource(torch.nn.DataParallel.forward)
     of_one = 4 * 2048 * VOCABULARY
     job: dict[str, Any] = {"lora_r": 8, "loss": "upcast"}
     alone, of_8 = phase("forward", **job), phase("forward", **job, data_parallel=8)
@@ -150,12 +120,6 @@ def test_data_parallel_gathers_the_logits_of_all_replicas_on_its_first_gpu() -> 
 
 
 def test_zero3_moves_a_model_that_was_not_sharded_while_it_loaded_to_each_gpu() -> None:
-    engine = Path(str(find_spec("deepspeed").origin)).parent / "runtime/engine.py"  # type: ignore[union-attr]
-    source = engine.read_text()
-    moves = source.index(
-        "if not (self.dont_change_device or is_zero_init_model):\n            self.module.to(self.device)"
-    )
-    assert source.index("zero_optimization_partition_weights() and any(") < moves
     whole, sharded = (planned("zero3", 64, lora_r=8, zero3_init=init).phases[0] for init in (False, True))
     assert whole.parameter_bytes == pytest.approx(2 * LLAMA_8B_PARAMS, rel=0.01)  # and adapters
     assert sharded.parameter_bytes < whole.parameter_bytes / 16
@@ -189,10 +153,6 @@ def test_a_file_that_evaluates_is_planned_with_its_evaluation(tmp_path: Path, ca
 
 def test_an_evaluation_with_metrics_keeps_the_logits_of_all_its_rows_and_appends_them_to_a_copy() -> None:
     """transformers' own container; the Trainer fills it where `compute_metrics` or `preprocess_logits` is given."""
-    from transformers import Trainer
-    from transformers.trainer_pt_utils import EvalLoopContainer
-
-    assert "prediction_loss_only=True if self.compute_metrics is None else None" in inspect.getsource(Trainer.evaluate)
     kept = EvalLoopContainer()
     with LiveBytes() as bytes_of:
         for _ in range(6):

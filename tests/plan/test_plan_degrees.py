@@ -106,7 +106,6 @@ def test_a_comparison_divides_the_batch_of_a_group_by_its_ranks() -> None:
     short = asked(length=1024)
     split, simple = (recommend(short, [load_preset(name)]).choice for name in ("fsdp2_tp", "fsdp2"))
     command = compare_command([split, simple], short, "model")
-    assert command is not None
     degree = split.job.tp
     assert "--preset fsdp2_tp --preset fsdp2 --num-processes 8 " in command
     assert f"--per_device_train_batch_size 1 --gradient_accumulation_steps 1 --tp {degree}" in command

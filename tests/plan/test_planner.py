@@ -137,7 +137,6 @@ def test_host_memory_is_assumed_by_the_kind_of_gpu_and_is_part_of_the_verdict(ca
 
 def test_the_largest_micro_batch_and_the_smallest_world_size_fit_and_the_next_ones_do_not() -> None:
     [plan] = make_plans(request("zero3", per_device_train_batch_size=1, activation_checkpointing=True))
-    assert plan.largest_micro_batch is not None
     sizes = (plan.largest_micro_batch, plan.largest_micro_batch + 1)
     how = [{"per_device_train_batch_size": size, "activation_checkpointing": True} for size in sizes]
     plans = [make_plans(request("zero3", **each))[0] for each in how]
@@ -178,22 +177,19 @@ def test_each_key_of_the_json_is_explained_in_the_docs(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("world_size", "batch", "said"),
+    ("world_size", "said"),
     [
         (
             2,
-            1,
             r"fits on 2 x h100-sxm with `fsdp2`: 66\.\d GiB planned, up to .* possible, of 79\.1; no larger batch does",
         ),
-        (8, 1, r"fits on 8 x h100-sxm with `\w+`: .* possible, of 79\.1; a per-GPU batch of up to \d+ fits too"),
-        (1, 1, r"does not fit on 1 x h100-sxm with `ddp`: 12\d\.\d GiB of 79\.1"),
+        (8, r"fits on 8 x h100-sxm with `\w+`: .* possible, of 79\.1; a per-GPU batch of up to \d+ fits too"),
+        (1, r"does not fit on 1 x h100-sxm with `ddp`: 12\d\.\d GiB of 79\.1"),
     ],
 )
-def test_the_verdict_is_one_line_with_the_fewest_gpus_and_the_next_larger_batch(
-    world_size: int, batch: int, said: str
-) -> None:
+def test_the_verdict_is_one_line_with_the_fewest_gpus_and_the_next_larger_batch(world_size: int, said: str) -> None:
     named = [] if world_size > 1 else ["ddp"]
-    how = request(*named, world_sizes=(world_size,), per_device_train_batch_size=batch)
+    how = request(*named, world_sizes=(world_size,), per_device_train_batch_size=1)
     verdict = summary(PlanAnswer(request=how, plans=make_plans(how)))
     assert re.match(said, verdict), verdict
 
@@ -260,7 +256,6 @@ def test_the_table_describes_the_job_and_says_what_is_exact(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "h10O"], "unknown GPU 'h10O'"),
         (["--verify"], "--gpu is missing, and no GPU is visible on this node"),
         (["--gpu", "h100", "--price-per-gpu-hour", "cheap"], "hour is 'cheap', expected a number below a million"),
         (["--gpu", "h100", "--price-per-gpu-hour", "l40s=1"], "--price-per-gpu-hour has no price of h100-sxm, which"),
@@ -272,8 +267,6 @@ def test_the_table_describes_the_job_and_says_what_is_exact(capsys: pytest.Captu
         (["--gpu", "h100", "--max-steps", "0"], "--max-steps is 0, expected 1 or more"),
         (["--gpu", "h100", "--dataset-tokens", "0"], "--dataset-tokens is 0, expected 1 or more"),
         (["--gpu-memory-gib", "0"], "--gpu-memory-gib is 0.0"),
-        (["--gpu", "h100", "--preset", "zero4"], "did you mean `zero3`?"),
-        (["--gpu", "h100", "--preset", "tp"], "preset 'tp' needs --tp: the number of GPUs for tensor parallelism"),
         (["--gpu", "h100", "--num-processes", "0"], "--num-processes is 0, expected 1 or more"),
         (["--gpu", "h100", "--num-processes", "12"], "hint: `--num-processes 8`, or `--gpus-per-node`"),
     ],
@@ -287,8 +280,7 @@ def test_invalid_input_is_refused_in_two_lines(words: list[str], message: str, c
 
 
 @pytest.mark.parametrize("command", ["plan", "recommend"])
-def test_an_unknown_model_and_an_unknown_gpu_are_both_reported(command: str, monkeypatch: Any, capsys: Capsys) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_an_unknown_model_and_an_unknown_gpu_are_both_reported(command: str, capsys: Capsys) -> None:
     code, out, err = run_command([command, "Qwen/Qwen3-8v", "--num-processes", "8", "--gpu", "h100-smx"], capsys)
     assert (code, out) == (2, "")
     assert "'Qwen/Qwen3-8v' is not a folder here" in err
@@ -342,9 +334,6 @@ def test_equal_lengths_need_no_mask() -> None:
         plan_request(LLAMA_8B, replace(options, equal_lengths=True, packing=True))
 
 
-# -- the job as the planner sees it
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -368,8 +357,6 @@ def test_training_arguments_become_the_planners_job() -> None:
     assert job.per_device_train_batch_size == 8  # transformers' default
     assert (job.activation_checkpointing, job.lora_r, job.optim, job.loss) == (True, 8, "adamw_torch", "fused")
 
-
-# -- the plan of a run
 
 H100 = "NVIDIA H100 80GB HBM3"
 

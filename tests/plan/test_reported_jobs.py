@@ -1,30 +1,7 @@
 """Public jobs of other programs, planned with what their reports say (`fixtures/reported_jobs.csv`).
 
-The half `built` was looked at while the planner was changed; of `kept`, other sources, only the end;
-`later` has reports that were collected afterwards, and planned once; so have `fresh`, after which causes were looked
-for, `last`, `latest`, of which two were refused at first, `newest`, after which the margin under DeepSpeed was changed,
-and `final`. All of these shaped the planner or its limits. `once` and `unseen` were planned once, after every change;
-then two causes of `once` were planned, and two margins were chosen on all groups. `after` was planned once after that.
-Then the shares of a GPU were chosen, on all of these, and `since` was planned once; so were the peaks of `offload`,
-whose commands were written before. GB are read as GiB. `blind` was planned once, last, and chose nothing; two of its
-commands were refused and have the attention that the hint named. nemo-8b has dropout on adapters that are not peft's.
-So was `blind2`, of 20 other sources, frozen before; ten commands were refused and lost `--equal-lengths`, as the
-message says. tf-13329's host memory, 120 GiB, is a guess: its report says that 100 GB were used. It was refused, until
-other programs could do without page-locked memory; two speeds of experts in a loop were outside, and one of eager
-attention. Afterwards the two jobs on V100s got `--no-fp16`, as their report says bf16: such a GPU has no fused kernel
-for it, which is planned since.
-So was `blind3`, of 36 other pages and threads, frozen before: one command was refused (torchao's 4 bits under FSDP2)
-and has what the hint names; yi-37's host memory, 1,024 GiB, is a guess. Afterwards Gemma 4 26B got experts in bf16:
-Unsloth of April 2026 reports 46 GB once it is loaded. ms-swift 2's 17 rows became `thin`: it trained Qwen, not Qwen1.5,
-and reports what torch reserved for rows of all lengths, which depends on their order.
-So was `blind4`, of 39 other pages and threads, frozen before: four commands were refused and have the attention that
-the message names; eleven jobs were left out, which are in `measured_speed.csv` too. Afterwards three got `--accumulate
-sharded`, as accelerate was before 1.11, and ax-qwen3next lost the targets that only peft 0.21 takes for all experts.
-Options follow from the reports' words by fixed rules: `eager` attention, fp16, whose program, FSDP1, `nf4` of a script
-that prepares its model for kbit training, transformers' upcast logits before October 2024, its default `adamw_torch`
-before version 5, Unsloth's full logits of Gemma 3 in April 2025, and the loss of TRL's methods: `upcast` in 2024,
-`full` in 2025.
-`pytest -s` prints each row.
+Its head says how each half of them was collected, and what was looked at or changed afterwards. `pytest -s` prints
+each row.
 """
 
 import re
@@ -97,10 +74,6 @@ def test_what_was_planned_once_after_the_shares_were_chosen_holds() -> None:
     assert (verdicts.count((True, FITS)), verdicts.count((False, FITS))) == (1, 15)
 
 
-def repository(url: str) -> str:
-    return "/".join(url.lower().replace("llama-factory", "llamafactory").split("/")[2:5])
-
-
 def group(plan: Plan) -> str:
     """Return the group of another program's job, all methods but `sft` in one; empty for a job of the toolkit's."""
     found = re.search(r" (without sharding|under \w+|with \w+|of models)", plan.memory.margin.reason)
@@ -119,7 +92,8 @@ def test_shares_of_a_gpu_are_the_largest_at_which_one_in_ten_is_wrong_also_in_a_
     groups: dict[str, list[tuple[str, float, bool]]] = {}
     for row, plan in reported():
         if row["half"] not in ("since", "blind", "blind2", "blind3", "blind4"):
-            job = (repository(row["url"]), share(plan), row["reported"] == "OOM")
+            repository = "/".join(row["url"].lower().replace("llama-factory", "llamafactory").split("/")[2:5])
+            job = (repository, share(plan), row["reported"] == "OOM")
             groups.setdefault(group(plan), []).append(job)
     for name in groups.keys() - {"", "under FSDP2"}:  # four jobs of FSDP2 ran out of memory
         jobs = groups[name]

@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.utils import DeepSpeedPlugin
-from launching import (
-    CPU_PRESETS,
-    ROOT,
-    SCRIPTS,
-    accelerate_launch,
-    nightly_launch,
-    read,
-    torchrun,
-)
+from launching import CPU_PRESETS, ROOT, SCRIPTS, accelerate_launch, nightly_launch, read, succeeded, torchrun
 from scripts.write_presets import SHARED, expected_text
 
 from toolkit.engines.compiled_ops import path_with_ninja, torch_extensions_folder
@@ -28,19 +20,12 @@ def text_of(name: str) -> str:
     return str(yaml.safe_load((YAMLS / f"{name}.yaml").read_text())["deepspeed_config"]["deepspeed_config_file"])
 
 
-def json_of(name: str) -> Path:
-    return JSONS / f"{SHARED.get(name, name)}.json"
-
-
 def in_accelerate(source: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What accelerate makes of the variable that its launcher sets, before it knows a model."""
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", source)
     plugin = DeepSpeedPlugin()
     plugin.set_mixed_precision(precision)
     return dict(plugin.deepspeed_config)
-
-
-# -- one truth
 
 
 @pytest.mark.parametrize("path", sorted(YAMLS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -50,15 +35,14 @@ def test_a_yaml_has_the_settings_of_its_json(path: Path) -> None:
 
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_accelerate_makes_the_same_of_a_yaml_and_of_its_json(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = (in_accelerate(each, "bf16", monkeypatch) for each in (text_of(name), str(json_of(name))))
+    beside = str(JSONS / f"{SHARED.get(name, name)}.json")
+    ours, theirs = (in_accelerate(each, "bf16", monkeypatch) for each in (text_of(name), beside))
     assert ours == theirs
     assert ours["zero_optimization"]["stage"] == {"zero1": 1, "zero2": 2}.get(name.split("_")[0], 3)
     silent = in_accelerate(text_of(name), "no", monkeypatch)  # as the file's comment says
     assert (ours.pop("bf16"), silent.pop("bf16")) == ({"enabled": True}, {"enabled": False})
     assert ours == silent
 
-
-# -- in ranks
 
 ZERO: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1, "offload": [None, None], "bucket": 50_000_000},
@@ -132,7 +116,6 @@ def test_a_script_that_does_not_ask_for_bf16_trains_in_fp32_as_the_file_says(how
 @pytest.mark.parametrize("name", ["zero2", "zero3_cpu_offload"])
 def test_a_trainer_takes_the_json_by_itself_under_torchrun(name: str, tmp_path: Path) -> None:
     words = ("--output_dir", str(tmp_path / "out"), *TRAINER, "--deepspeed", str(JSONS / f"{name}.json"))
-    ended = torchrun("anybodys.py", "trainer", str(tmp_path), *words, num_processes=2)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    succeeded(torchrun("anybodys.py", "trainer", str(tmp_path), *words, num_processes=2))
     live = {"ranks": 2, "precision": "bf16", **EXPECTED[name], "clipping": 0.5}
     assert [read(tmp_path / f"rank{rank}.json") for rank in (0, 1)] == [live, live]

@@ -22,17 +22,10 @@ DISPATCHED = "all-to-alls of tokens, to their experts and back"
 @pytest.mark.parametrize(
     ("name", "on_gpu", "on_cpu", "communication"),
     [
-        ("zero2_cpu_offload", "2", "4/N + 12/N", "2 P per accumulation step, 1 P per step"),
-        ("zero3", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step"),
         ("zero3_nvme_offload", "0", "6/N", "2 to 3 P per accumulation step"),
-        ("zeropp", "2/N + 2/N + 12/N", "0", "0.5 P per step, P/32 per accumulation step across nodes"),
-        ("fsdp2_hybrid", "4/S + 4/S + 8/S", "0", "3 P, and 2 P/S between replicas, per accumulation step"),
         ("cp", "4/N + 4/N + 8/N", "0", "3 P per accumulation step; keys and values in a ring"),
         ("ulysses", "2/N + 2/N + 12/N", "0", "2 to 3 P per accumulation step; all-to-alls of attention heads"),
-        ("tp", "4/T + 4/T + 8/T", "0", f"2 P/T between replicas per accumulation step; {REDUCED}"),
-        ("fsdp2_tp", "4/N + 4/N + 8/N", "0", f"3 P/T per accumulation step; {REDUCED}"),
         ("hsdp_tp", "4/S + 4/S + 8/S", "0", f"3 P/T, and 2 P/S between replicas, per accumulation step; {REDUCED}"),
-        ("ep", "4/N + 4/N + 8/N", "0", f"3 P without experts, 3 P/E of experts, per accumulation step; {DISPATCHED}"),
         ("ep_tp", "4/N + 4/N + 8/N", "0",
          f"3 P/T without experts, 3 P/E of experts, per accumulation step; {REDUCED}; {DISPATCHED}"),
         ("pipeline_1f1b", "4/K + 4/K + 8/K", "0",

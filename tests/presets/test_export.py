@@ -8,6 +8,7 @@ import yaml
 from command_line import run_command
 from launching import ROOT
 from preset_files import deepspeed_pair, write
+from transformers import HfArgumentParser, TrainingArguments
 
 from toolkit.engines.fsdp2 import FSDP_ENVIRONMENT_KEYS
 from toolkit.errors import ToolkitError
@@ -18,13 +19,6 @@ from toolkit.presets.training_arguments import strategy_variables, trainer_argum
 
 DEEPSPEED = [preset.name for preset in list_presets() if preset.engine == "deepspeed"]
 FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
-
-
-def comments(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("#")]
-
-
-# -- show
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -58,13 +52,8 @@ def test_the_command_prints_what_was_asked_for_from_another_directory(
     assert refused == (2, "", "error: --as megatron is not one of accelerate, deepspeed, trainer\n")
 
 
-# -- the Trainer's form
-
-
 @pytest.mark.parametrize("name", ["ddp", "zero3", *(name for name in preset_names() if name.startswith("fsdp2"))])
 def test_transformers_itself_takes_the_trainers_form(name: str, tmp_path: Path) -> None:
-    from transformers import HfArgumentParser, TrainingArguments
-
     told = yaml.safe_load(preset_text(load_preset(name), "trainer"))
     assert Path(told.pop("deepspeed", ROOT)).exists()  # DeepSpeed's own parsing has its tests under torchrun
     told |= {"output_dir": str(tmp_path), "use_cpu": True}
@@ -93,7 +82,7 @@ LINES = {
 
 @pytest.mark.parametrize("name", LINES)
 def test_what_only_the_environment_or_python_carries_is_told_in_comments(name: str) -> None:
-    assert set(LINES[name]) <= set(comments(preset_text(load_preset(name), "trainer")))
+    assert set(LINES[name]) <= set(preset_text(load_preset(name), "trainer").splitlines())
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -118,9 +107,6 @@ def test_keys_that_the_environment_carries_are_not_lost(tmp_path: Path) -> None:
 def test_a_key_that_only_the_launcher_reads_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match=f"training arguments cannot carry '{line.split(':')[0]}'"):
         trainer_arguments(read_preset(write(tmp_path / "mine.yaml", f"{FSDP}{line}\n")), precision="no")
-
-
-# -- export
 
 
 def test_a_pair_is_written_side_by_side_and_read_back_the_same(tmp_path: Path) -> None:

@@ -117,9 +117,6 @@ def test_every_command_refuses_a_wrong_preset_in_two_lines(
     assert printed.startswith(f"error: {tmp_path / 'mine.json'}: zero_optimization.stage is [3], expected 0, 1, 2 or 3")
 
 
-# -- against the installed libraries
-
-
 def test_the_accelerate_keys_and_types_are_those_of_the_installed_accelerate() -> None:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser

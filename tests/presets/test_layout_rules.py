@@ -43,9 +43,6 @@ def test_a_full_fine_tune_with_two_ranks_of_each_degree_is_accepted_and_none_wit
     assert refused.value.hint == f"add `--{missing} 2`"
 
 
-# -- degrees
-
-
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b"}
 ACROSS = "a packed row's documents would attend to each other across ranks"
 
@@ -56,16 +53,12 @@ ACROSS = "a packed row's documents would attend to each other across ranks"
         # a degree that the preset does not have
         ("fsdp2", 8, {"tp": 2}, "--tp 2 does not work under preset 'fsdp2': it has no tensor parallelism",
          "`--preset fsdp2_tp`, or `tp` without sharding"),
-        ("fsdp2_tp", 8, {"cp": 2}, "--cp 2 does not work under preset 'fsdp2_tp': it has no context parallelism",
-         "`--preset cp`"),
         ("fsdp2_tp", 8, {"dp_replicate": 2},
          "--dp_replicate 2 does not work under preset 'fsdp2_tp': it has no replicas of a sharded model",
          "`--preset hsdp_tp`"),
         ("ddp", 8, {"pipeline_schedule": "gpipe"},
          "--pipeline_schedule does not work under preset 'ddp': it has no pipeline", "`--preset pipeline_1f1b`"),
         # ranks that do not divide, with a number that does
-        ("fsdp2_tp", 4, {"tp": 4}, "preset 'fsdp2_tp' with tp 4 needs a multiple of 4 processes, 8 or more, got 4",
-         "`--num-processes 8`"),
         ("hsdp_tp", 12, {"tp": 2, "dp_replicate": 4},
          "preset 'hsdp_tp' with dp_replicate 4 x tp 2 needs a multiple of 8 processes, 16 or more, got 12",
          "`--num-processes 16`"),
@@ -94,7 +87,6 @@ def test_what_does_not_work_is_refused_with_what_does(
     preset: str, ranks: int, given: dict[str, Any], message: str, hint: str
 ) -> None:
     found = refusal(preset, ranks=ranks, **given)
-    assert found is not None
     assert found[0].startswith(message)
     assert str(found[1]).startswith(hint)
     if hint.startswith(("`--num-processes", "`--ep")):
@@ -107,9 +99,7 @@ def test_what_does_not_work_is_refused_with_what_does(
     ("config", "given", "message", "hint"),
     [
         (LLAMA, {"tp": 4}, "--tp 4 does not work for this model: 4 does not divide its 2 key-value heads", "`--tp 2`"),
-        (LLAMA, {"sp": 8}, "--sp 8 does not work for this model: 8 does not divide its 4 attention heads", "`--sp 4`"),
         (LLAMA, {"ep": 2}, "--ep 2 does not work for this model: llama has no experts", "transformers has plans for "),
-        (QWEN3_MOE, {"ep": 3}, "--ep 3 does not work for this model: 3 does not divide its 8 experts", "`--ep 2`"),
         (GPT2, {"tp": 2}, "--tp 2 does not work for this model: transformers has no plan for gpt2", "transformers h"),
         (GPT2, {"pp": 2}, "--pp 2 does not work for this model: stages were verified for", "`--preset fsdp2` shards"),
         (LLAMA, {"pp": 4}, "4 stages of a model with 2 layers", "`--pp 2`"),
@@ -121,12 +111,8 @@ def test_a_degree_that_the_model_cannot_have_is_refused(
 ) -> None:
     job = Job(**given, gradient_accumulation_steps=4)
     reason = unsupported(None, job, model=ModelLimits(split=read_split(config)))
-    assert reason is not None
     assert reason.message.startswith(message)
     assert str(reason.hint).startswith(hint)
-
-
-# -- methods
 
 
 ON = "true"

@@ -14,7 +14,6 @@ from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.presets import list_presets, load_preset, preset_names, read_preset
 
 ROOT = Path(__file__).parents[2]
-YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 ALL, TWO = ("parameter", "gradient", "optimizer"), ("gradient", "optimizer")
 # name: engine, sharding, offload of the optimizer, of the parameters, processes, the states that ranks share
@@ -98,7 +97,7 @@ def test_a_row_equals_what_the_files_specify(name: str, tmp_path: Path, monkeypa
 
 
 def test_a_preset_holds_no_node_specific_values() -> None:
-    for path in YAMLS:
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         config = yaml.safe_load(path.read_text())
         keys = set(config) | {key for block in config.values() if isinstance(block, dict) for key in block}
         assert not keys & MACHINE_FACTS, path.name
@@ -141,9 +140,6 @@ def test_a_variant_differs_only_in_what_its_name_says(
     presets = (load_preset(plain), load_preset(other))
     whole, variant = (preset.deepspeed_config() or preset.accelerate_config() for preset in presets)
     assert variant == whole | {block: whole.get(block, {}) | added}
-
-
-# -- a user's own files
 
 
 def test_a_users_yaml_is_loaded_by_its_path(tmp_path: Path) -> None:
@@ -191,13 +187,10 @@ MESH = "parallelism_config: {parallelism_config_dp_replicate_size: "
     ("text", "why"),
     [
         (f"{FSDP}fsdp_config: {{fsdp_sharding_strategy: FULL_SHARD}}", "this is FSDP1, which presets do"),
-        (f"{FSDP2}, fsdp_reshard_after_forward: SHARD_GRAD_OP}}", "'SHARD_GRAD_OP', expected true or false"),
         (f"{DEEPSPEED}deepspeed_config: {{zero_stage: 3}}", "names no deepspeed_config_file"),
         (f"{DEEPSPEED}deepspeed_config: {{deepspeed_config_file: gone.json}}", "file 'gone.json' does not exist"),
         (f"{DEEPSPEED}deepspeed_config: {{deepspeed_config_file: '{{'}}", "deepspeed_config_file, line 1: not JSON"),
         ("distributed_type: MEGATRON_LM", "expected one of NO, MULTI_GPU"),
-        (f"{FSDP}fsdp_config: true", "fsdp_config is True, expected keys and values"),
-        (f"{FSDP2}}}\n{MESH}0}}", "dp_replicate_size is 0, expected a whole number of 1 or more"),
         (f"{FSDP2}, parallel: [cp, dp_shard]}}", "['cp', 'dp_shard'], expected names in this order: dp_replicate, d"),
         (f"{DDP}fsdp_config: {{parallel: [dp_shard, cp]}}", "of the engine: ddp (dp_replicate, dp_shard, ep, tp) or"),
         (f"{DDP}fsdp_config: {{parallel: [xp]}}", "expected a list of dp_replicate, dp_shard, pp"),

@@ -38,7 +38,6 @@ QLORA_PRESETS = {*("single", "ddp", "zero1", "zero2", "zero3", "zero3_cpu_offloa
 # Layers, sequences or experts are divided over GPUs.
 SPLIT = {preset.name for preset in list_presets() if preset.parallel}
 STAGE_3 = {"zero3", "zero3_cpu_offload", "zero3_nvme_offload", "zeropp"}
-QLORA = {"lora_r": "8", "load_in_4bit": "true"}
 
 
 def degrees(preset: Preset) -> dict[str, int]:
@@ -46,7 +45,6 @@ def degrees(preset: Preset) -> dict[str, int]:
 
 
 def shape_for(preset: Preset) -> ModelShape:
-    assert MIXTURE is not None
     return MIXTURE if "ep" in preset.degrees else read_model(str(LLAMA_8B))
 
 
@@ -74,9 +72,6 @@ def recommended(preset: Preset, size: int, job: PlannedJob) -> str | None:
     return refusal(RecommendRequest(shape=shape_for(preset), gpu=find_gpu("h100"), job=job, **sizes), preset)
 
 
-# -- all askers agree
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_launcher_planner_recommendation_and_rehearsal_accept_the_same_world_sizes(name: str) -> None:
     preset = load_preset(name)
@@ -100,14 +95,13 @@ def test_launcher_planner_recommendation_and_docs_agree_on_qlora(name: str) -> N
     preset = load_preset(name)
     world_size, expected = next_world_size(preset, 2), name in QLORA_PRESETS
     job = PlannedJob(max_seq_length=64, lora_r=8, load_in_4bit=True, **degrees(preset))  # type: ignore[arg-type]
-    method = Job.from_values(QLORA | degrees(preset))
+    method = Job.from_values({"lora_r": "8", "load_in_4bit": "true"} | degrees(preset))
     assert (unsupported(preset, Job(lora_r=8, load_in_4bit=True)) is None) is expected
     assert works(lambda: check_arguments(method, preset, num_processes=world_size, on_cpu=False)) is expected
     assert planned(preset, world_size, job) is expected
     assert any(line.startswith("QLoRA") for line in limitations(preset)) is not expected
     if not expected:
         reason = unsupported(preset, job.as_trained, model=job.limits_on(shape_for(preset)), purpose="recommend")
-        assert reason is not None
         assert recommended(preset, world_size, job) == reason.why
 
 
@@ -130,9 +124,6 @@ def test_bf16_states_that_deepspeed_refuses_are_refused_by_name(
     assert reason is None if refused is None else refused in reason.message  # type: ignore[union-attr]
 
 
-# -- the rules themselves
-
-
 @pytest.mark.parametrize(
     ("job", "accepted"),
     [
@@ -153,7 +144,6 @@ def test_a_state_dict_that_rank_0_writes_alone_decides_about_saves(tmp_path: Pat
     preset = load_preset(str(write(tmp_path / "full.yaml", text)))
     assert unsupported(preset, Job(save_only_model=True)) is None
     reason = unsupported(preset, Job(async_save=True))
-    assert reason is not None
     assert reason.why == "its fsdp_state_dict_type is FULL_STATE_DICT, which rank 0 writes alone"
 
 
@@ -161,7 +151,6 @@ def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:
     path = deepspeed_pair(tmp_path, {"zero_optimization": {"stage": 2}})
     path.write_text(path.read_text() + "  parallel: [dp_shard, sp]\n")
     reason = unsupported(load_preset(str(path)), Job(sp=2), world_size=2)
-    assert reason is not None
     assert reason.message.startswith("preset 'mine' makes gradients sp times too large: below stage 3 ZeRO sums")
     assert unsupported(load_preset("ulysses"), Job(sp=2), world_size=2) is None
 
@@ -169,8 +158,6 @@ def test_sequence_parallelism_needs_stage_3(tmp_path: Path) -> None:
 def test_options_are_spelled_as_they_are_typed() -> None:
     preset, method = load_preset("zero2_cpu_offload"), Job(lora_r=8, load_in_4bit=True)
     launched, planned_ = unsupported(preset, method), unsupported(preset, method, purpose="plan")
-    assert launched is not None
-    assert planned_ is not None
     assert launched.message.startswith("--load_in_4bit does not work under preset 'zero2_cpu_offload'")
     assert planned_.message.startswith("--load-in-4bit does not work under preset 'zero2_cpu_offload'")
 
@@ -179,9 +166,6 @@ def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:
     """`toolkit train` would refuse it; a plain `accelerate launch` may run FSDP2 in one process."""
     assert unsupported(load_preset("fsdp2"), world_size=1) is not None
     assert unsupported(load_preset("fsdp2"), world_size=1, purpose="launched") is None
-
-
-# -- optimizers
 
 
 @pytest.mark.parametrize(
@@ -199,7 +183,6 @@ def test_a_rank_that_is_running_is_not_refused_for_its_world_size() -> None:
 )
 def test_an_optimizer_is_refused_where_it_would_be_another_one_or_fail(name: str, optim: str, why: str) -> None:
     reason = unsupported(load_preset(name), Job(optim=optim))
-    assert reason is not None
     assert (reason.rule, why in reason.why) == ("optim", True)
 
 
@@ -217,8 +200,6 @@ def test_the_hint_for_a_refused_optimizer_names_one_or_a_preset_that_works() -> 
             assert unsupported(preset, Job(optim=optim)) is None
 
 
-# -- attention
-
 SDPA_OR_VARLEN = "`--attn_implementation sdpa_varlen` or `--attn_implementation sdpa`"
 
 
@@ -227,9 +208,6 @@ SDPA_OR_VARLEN = "`--attn_implementation sdpa_varlen` or `--attn_implementation 
     [
         ({"attn_implementation": "flash_attention_2", "packing": True}, CPU,
          "--attn_implementation flash_attention_2 needs a GPU: its kernels are built for GPUs", SDPA_OR_VARLEN),
-        ({"attn_implementation": "kernels-community/flash-attn2"}, CPU,
-         "--attn_implementation kernels-community/flash-attn2 needs a GPU: its kernels are built for GPUs",
-         "`--attn_implementation sdpa`"),
         ({"attn_implementation": "flex_attention", "packing": True}, CPU,
          "--attn_implementation flex_attention needs a GPU: FlexAttention has no backward on a CPU (torch 2.13)",
          SDPA_OR_VARLEN),
@@ -247,7 +225,6 @@ def test_an_attention_function_that_cannot_run_is_refused_with_one_that_can(
     model = method.pop("model", None)
     limits = ModelLimits(attention=read_model_attention(model) if model else None)
     reason = unsupported(None, Job(**method), model=limits, device=device)
-    assert reason is not None
     assert (reason.message, reason.hint) == (message, hint)
 
 

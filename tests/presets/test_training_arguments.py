@@ -9,13 +9,11 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from launching import CPU_PRESETS, cpu_environment, nightly, nightly_launch, read, run_warm, torchrun
+from launching import CPU_PRESETS, cpu_environment, nightly, nightly_launch, read, run_warm, succeeded, torchrun
 
 from toolkit.errors import ToolkitError
 from toolkit.job.argument_values import LOSS_CHUNK_TOKENS
 from toolkit.presets import Preset, load_preset, training_arguments
-
-# -- in effect
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Calla
 
     @functools.cache
     def run(script: str, preset: str, ranks: int, *degrees: str) -> Path:
-        ended = torchrun(script, preset, str(tiny_model), str(folder / preset), *degrees, num_processes=ranks)
-        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+        succeeded(torchrun(script, preset, str(tiny_model), str(folder / preset), *degrees, num_processes=ranks))
         return folder / preset
 
     return run
@@ -73,9 +70,6 @@ def test_a_script_with_a_degree_of_parallelism_trains_as_one_process_does(
     assert [step["grad_norm"] for step in ours] == pytest.approx([step["grad_norm"] for step in alone], rel=1e-3)
 
 
-# -- refused, each with the sentence that says what to do
-
-
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*training_arguments.ENGINE_VARIABLES, "LOCAL_RANK", "WORLD_SIZE"):
@@ -119,18 +113,11 @@ def test_a_changed_copy_of_the_arguments_leaves_the_preset_as_its_file_is() -> N
     [
         ("fsdp2", 1, {}, "preset 'fsdp2' needs at least 2 processes, this script was started in 1",
          "`torchrun --nproc_per_node 2 script.py`"),
-        ("single", 2, {}, "preset 'single' trains in one process, this script was started in 2",
-         "`torchrun --nproc_per_node 1 script.py`"),
         ("zeropp", 8, {"use_cpu": True}, "preset 'zeropp' does not run on a CPU: zero_quantized", "`--preset zero3`"),
         ("zero2_cpu_offload", 2, {"optim": "adamw_bnb_8bit"},
          "--optim adamw_bnb_8bit does not work under preset 'zero2_cpu_offload'", "`--optim adamw_torch`, or"),
         ("tp", 2, {}, "preset 'tp' needs tp: the number of GPUs for tensor parallelism", "add `tp=2`"),
-        ("fsdp2_tp", 4, {"tp": 4},
-         "preset 'fsdp2_tp' with tp 4 needs a multiple of 4 processes, 8 or more, this script was started in 4",
-         "`torchrun --nproc_per_node 8 script.py`"),
         ("ep_tp", 4, {"tp": 2, "ep": 3}, "ep=3 is no multiple of tp=2", "`ep=2`"),
-        ("zero3", 2, {"sp": 2}, "sp=2 does not work under preset 'zero3': it has no sequence parallelism",
-         "`--preset ulysses`"),
         ("tp", 2, {"tp": 2},
          "preset 'tp' shards the model while it is loaded, and the Trainer cannot resume such a model: it saves no",
          '`save_strategy="no"`, or `save_only_model=True`; runs of `toolkit train` resume'),
@@ -225,6 +212,5 @@ def test_a_cpu_computes_in_fp32_by_default(tmp_path: Path) -> None:
     program = "from toolkit import load_preset\nfor given in ({}, {'bf16': True}):\n"
     program += "    args = load_preset('single').training_arguments(output_dir='out', report_to='none', **given)\n"
     program += "    print('READ', args.bf16, args.mixed_precision, args.use_cpu, args.n_gpu)"
-    ended = run_program(program, tmp_path)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    ended = succeeded(run_program(program, tmp_path))
     assert re.findall("READ (.*)", ended.stdout) == ["False no True 0", "True bf16 True 0"]

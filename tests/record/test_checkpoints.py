@@ -69,7 +69,6 @@ def test_a_save_that_is_killed_at_any_step_leaves_a_complete_checkpoint_of_its_n
         with contextlib.suppress(Killed):
             save(tmp_path, 8)
     latest = latest_complete(tmp_path)  # of a launcher, before the next attempt
-    assert latest is not None
     assert (latest.step, latest.problem(deep=True)) == (8, None)
     remove_unfinished(tmp_path)  # of that attempt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
@@ -91,7 +90,6 @@ def test_a_saved_checkpoint_is_complete_lists_every_file_and_replaces_one_of_the
     (save(tmp_path, 8) / "model.safetensors").unlink()
     checkpoint = read_checkpoint(save(tmp_path, 8))
     assert (checkpoint.problem(deep=True), checkpoint.step, checkpoint.bytes) == (None, 8, 8 * (7 + 5))
-    assert checkpoint.manifest is not None
     assert [entry.path for entry in checkpoint.manifest.files] == ["model.safetensors", "shards/0.distcp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-8"]
 
@@ -122,14 +120,11 @@ def test_a_checkpoint_is_complete_before_its_checksums_are_there(tmp_path: Path)
     (folder / "model.safetensors").write_bytes(b"weights")
     commit_checkpoint(folder, checkpoint, {"step": 4, "files": file_entries(folder, checkpoint_files(folder))})
     saved = latest_complete(tmp_path)
-    assert saved is not None
-    assert saved.manifest is not None
     assert (saved.problem(deep=True), [entry.sha256 for entry in saved.manifest.files]) == (None, [None])
     assert inspect_checkpoint(checkpoint).state == BY_SIZE
     add_checksums(checkpoint)
     assert inspect_checkpoint(checkpoint).state == "complete"
     manifest = read_checkpoint(checkpoint).manifest
-    assert manifest is not None
     assert [entry.sha256 for entry in manifest.files] == [hashlib.sha256(b"weights").hexdigest()]
     assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "model.safetensors"]
     shutil.rmtree(checkpoint)  # by the rotation of checkpoints

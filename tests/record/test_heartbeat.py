@@ -40,7 +40,6 @@ def test_a_process_writes_its_stacks_when_it_is_signalled_and_a_stopped_one_cann
     command = [sys.executable, "-c", program, str(stacks_path(tmp_path, 0))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             process.stdout.readline()
             started = psutil.Process(process.pid).create_time()
             facts = {"host": os.uname().nodename, "pid": process.pid, "process_started_unix": started}

@@ -34,9 +34,6 @@ def test_the_last_heartbeat_ends_processes_that_could_not_say_so(tmp_path: Path)
     assert read_timeline(folder.timeline) == moments("50 train, 103 ended")
 
 
-# -- goodput
-
-
 def at(unix: float, phase: str, step: int = 0, **facts: Any) -> Moment:
     return Moment(unix=unix, phase=phase, step=step, **facts)
 

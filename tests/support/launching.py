@@ -64,8 +64,14 @@ def cpu_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""}
 
 
+def succeeded(ended: CompletedProcess[str]) -> CompletedProcess[str]:
+    """Return what has ended with exit code 0; otherwise fail with the end of what it printed."""
+    assert ended.returncode == 0, f"{ended.args}\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+    return ended
+
+
 def accelerate_launch(
-    config: Path,
+    config: Path | str,
     *words: str,
     script: str | None = None,
     num_processes: int = 2,
@@ -75,13 +81,16 @@ def accelerate_launch(
     cold: bool = False,
     module: str = "toolkit.train",
 ) -> CompletedProcess[str]:
-    """Run two ranks on the CPU, from the repository root; `options` are accelerate's own, beside `MESH_OPTIONS`.
+    """Run two ranks on the CPU, from the repository root, under the file or the name of a preset.
+
+    `options` are accelerate's own, beside `MESH_OPTIONS`.
 
     `script` is a file of `scripts/`, or the name of a change in `changed_training.py`; the training script otherwise.
 
     Launcher and ranks are forked from `fork_server`, 8 s faster than started cold. Their parents' command lines then do
     not name the preset, so the environment does, as under `toolkit train`.
     """
+    config = ROOT / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
     started = ["-m", module] if script is None else [str(SCRIPTS / script)]
     if script is not None and not script.endswith(".py"):
         started = [str(SCRIPTS / "changed_training.py"), script]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, accelerate_launch
+from launching import accelerate_launch, succeeded
 
 Start = Callable[..., Path]
 
@@ -24,8 +24,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, tiny_job: list[str]) -> Star
         if gpu:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
             options |= {"variables": {"CUDA_VISIBLE_DEVICES": seen}, "num_processes": 1}
-        ended = accelerate_launch(ROOT / "accelerate_configs" / f"{preset}.yaml", *job, **options)
-        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        succeeded(accelerate_launch(preset, *job, **options))
         return folder
 
     return run

@@ -46,11 +46,6 @@ def test_preset_and_sizes_are_the_launchers(options: list[str], preset: str | No
     assert (found.preset.name if found.preset else None, (found.world_size, found.dp_shard_size)) == (preset, sizes)
 
 
-@pytest.fixture
-def job(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "1", "--save_strategy", "no", "--save_model", "false", "--output_dir"]
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize("preset", [*nightly("ddp", "zero3"), "fsdp2"])
 def test_torchrun_and_accelerate_launch_put_the_same_strategy_in_effect(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from accelerate.utils.other import get_free_port
 from elastic_nodes import Nodes, check_restarts, elastic_job, losses_of_steps, losses_without_interruption
-from launching import ROOT, accelerate_launch
+from launching import accelerate_launch
 
 pytestmark = pytest.mark.launch
 
@@ -39,5 +39,5 @@ def test_a_run_that_regains_a_node_keeps_its_rows(job: list[str], tmp_path: Path
 
 def test_the_reason_is_said_although_another_rank_ends_first(job: list[str], tmp_path: Path) -> None:
     words = [*job, "--global_batch_size", "3", "--output_dir", str(tmp_path / "out")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "ddp.yaml", *words, script="rank_0_refuses_late")
+    ended = accelerate_launch("ddp", *words, script="rank_0_refuses_late")
     assert ended.stderr.count("3 is no multiple of 2 data-parallel ranks × 1 sequences") == 1

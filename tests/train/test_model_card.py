@@ -24,11 +24,6 @@ def adapter_folder(start: Start) -> Path:
     return start("ddp", "--lora_r", "4", "--val_size", "0.1")
 
 
-def code_of(card: Path) -> str:
-    [code] = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
-    return str(code)
-
-
 def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder: Path, tiny_model: Path) -> None:
     text = (adapter_folder / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
@@ -51,11 +46,12 @@ def test_the_card_of_an_adapter_has_what_was_trained_and_no_path(adapter_folder:
 
 @pytest.mark.parametrize("method", nightly("adapter", "full"))
 def test_the_python_of_a_card_loads_the_model_and_answers(start: Start, adapter_folder: Path, method: str) -> None:
-    for folder in [adapter_folder if method == "adapter" else start("ddp")]:
-        command = [sys.executable, "-c", code_of(folder / "README.md")]
-        ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        assert ran.stdout.strip()
+    folder = adapter_folder if method == "adapter" else start("ddp")
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.strip()
 
 
 @pytest.mark.nightly

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import attested_ranks, losses, nightly, rank_rows, read
 from random_models import random_llama
+from safetensors.torch import load_file
 
 from toolkit.checkpoint.hf_export import export, verify
 from toolkit.compare.parity import FIRST_LOSS_FLOOR, LOSS_CURVE_FLOOR
@@ -56,8 +58,6 @@ def assert_same_losses(folder: Path, baseline: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["ddp", *nightly("zero2", "zero3", "fsdp2")])
 def test_master_weights_and_optimizer_states_are_fp32_under_bf16_compute(start: Start, preset: str) -> None:
-    import torch
-
     folder = start(preset, *FULL)
     for rank in attested_ranks(folder):
         dtypes = [rank[f"{name}_dtype"] for name in ("compute", "master", "optimizer", "reduce")]
@@ -73,8 +73,6 @@ def test_master_weights_and_optimizer_states_are_fp32_under_bf16_compute(start: 
 
 @pytest.mark.parametrize("preset", ["fsdp2", *nightly("ddp", "zero2", "zero3")])
 def test_a_lora_base_is_held_once_in_bf16_as_planned(start: Start, preset: str, tiny_model: Path) -> None:
-    from safetensors.torch import load_file
-
     folder, weights = start(preset, *LORA), job_weights(read_model(str(tiny_model)), 4)
     for number, rank in enumerate(attested_ranks(folder)):
         dtypes = [rank[f"{name}_dtype"] for name in ("compute", "frozen", "master", "optimizer")]
@@ -91,9 +89,6 @@ def test_a_lora_base_is_held_once_in_bf16_as_planned(start: Start, preset: str, 
 
 @pytest.mark.parametrize("preset", nightly("fsdp2", "ddp", "zero3"))
 def test_frozen_weights_do_not_change_and_all_others_do(start: Start, preset: str, tiny_model: Path) -> None:
-    import torch
-    from safetensors.torch import load_file
-
     folder, (parameter_bytes, dtype) = start(preset, *FREEZE), FREEZE_PRESETS[preset]
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, folder))
     frozen = {name for name in before if name == "model.embed_tokens.weight" or "layers.0." in name}
@@ -127,8 +122,6 @@ def test_zero3_is_verified_where_it_keeps_each_small_layer_gathered(
 
 @pytest.mark.nightly
 def test_a_checkpoint_of_both_dtypes_resumes_and_is_exported_in_one(start: Start, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     whole = start("fsdp2", *FREEZE, "--save_strategy", "steps", "--save_steps", "2")
     checkpoint = whole / "checkpoint-2"
     resumed = start("fsdp2", *FREEZE, "--save_model", "false", "--resume_from_checkpoint", str(checkpoint))

@@ -10,9 +10,10 @@ q 64x64, k and v 32x64, o 64x64, gate, up and down 128x64 each, two norms of 64;
 from pathlib import Path
 
 import pytest
+import torch
 from launching import CPU_PRESETS, GLOBAL_BATCH, attested_ranks, losses, rank_rows, read
-
-from toolkit.presets import list_presets
+from scripts.train_and_fingerprint import FIXED_TOKENS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.launch
 
@@ -43,13 +44,6 @@ PRESETS = [pytest.param(preset, marks=() if preset in FIRST else pytest.mark.nig
 # Observed: equal to 15 digits at the first step, 2e-7 relative after two updates.
 LOSS_TOLERANCE = 1e-6
 Runs = dict[str, Path]
-
-
-def test_every_preset_that_a_cpu_can_run_is_tested() -> None:
-    on_a_disk = {"zero3_nvme_offload"}  # runs in engine/test_nvme_offload_launched.py, where libaio is
-    runnable = {preset.name for preset in list_presets() if preset.needs_gpu is None}
-    split = {preset.name for preset in list_presets() if preset.parallel}  # tests/parallel, against one process
-    assert set(HELD_BYTES) == set(CPU_PRESETS) == runnable - on_a_disk - split
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -91,10 +85,6 @@ def test_weights_batches_and_losses_equal_those_of_ddp(preset_runs: Runs, preset
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_saved_folder_loads_and_gives_the_live_model_s_logits(preset_runs: Runs, preset: str) -> None:
-    import torch
-    from scripts.train_and_fingerprint import FIXED_TOKENS
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(preset_runs[preset])
     live = torch.load(preset_runs[preset] / "live_logits.pt")
     with torch.no_grad():

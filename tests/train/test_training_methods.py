@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, accelerate_launch, attested_ranks, losses, nightly, rank_rows, read
+from safetensors.torch import load_file
 
 from toolkit.versions import is_importable
 
@@ -29,8 +30,6 @@ def test_the_live_model_calls_the_communication_hook(start: Start, hook: tuple[s
 
 @pytest.mark.parametrize("preset", nightly("ddp", "fsdp2"))
 def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, preset_runs: dict[str, Path]) -> None:
-    from safetensors.torch import load_file
-
     compiled = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")  # without inductor's C++
     shorter = ("--max_seq_length", "56")  # than every row: another length would compile again
     folder = start(preset, *compiled, *shorter, "--untimed_steps", "1")
@@ -44,7 +43,6 @@ def test_compiled_layers_neither_break_nor_differ(start: Start, preset: str, pre
     assert len(set(map(frozenset, saved))) == 1
 
 
-SELECTIVE = ("--activation_checkpointing_selective", "true")
 SELECTED = [("ddp", "--bf16 true"), ("ddp", "--packing true"), ("zero2", "--gradient_accumulation_steps 2")]
 SELECTED += [("fsdp2", "--lora_r 4 --lora_dropout 0.1"), ("tp", "--tp 2"), ("cp", "--cp 2")]
 
@@ -56,7 +54,7 @@ def test_selective_checkpointing_trains_bit_for_bit_as_full_checkpointing(
     start: Start, preset: str, words: str
 ) -> None:
     job = (*NOT_SAVED, "--activation_checkpointing", "true", *words.split())
-    full, selective = start(preset, *job), start(preset, *job, *SELECTIVE)
+    full, selective = start(preset, *job), start(preset, *job, *("--activation_checkpointing_selective", "true"))
     for number in range(2):
         own, expected = (
             [(row["loss"], row["grad_norm"]) for row in rank_rows(run, number)] for run in (selective, full)
@@ -108,24 +106,19 @@ def test_qlora_computes_in_bf16_on_a_gpu(start: Start) -> None:
     assert all(math.isfinite(row["loss"]) for row in rank_rows(folder))
 
 
-# A rank's flat partition of everything with weight decay: 8 bits for each moment and one fp32 scale per 256 elements.
-DECAYED = (P - NORMS) // 2
-BNB_BYTES = 4 * P // 2 + 2 * (DECAYED + 4 * DECAYED // 256) + 2 * 4 * NORMS // 2 + 2 * 4 * 256
-# One row and one column of each matrix: q and o, k and v, gate, up and down; and the norms' own variance.
-LAYER_ROWS_AND_COLUMNS = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64)
-ADAFACTOR = ("transformers.Adafactor", "float32", 4 * (4096 + 64 + 2 * LAYER_ROWS_AND_COLUMNS + NORMS))
-
-
 @pytest.mark.nightly
 @needs_bitsandbytes
 @pytest.mark.parametrize(
     ("preset", "optim", "expected"),
-    [("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8", BNB_BYTES)), ("ddp", "adafactor", ADAFACTOR)],
+    [
+        ("zero3", "adamw_bnb_8bit", ("bitsandbytes.AdamW", "float32+uint8")),
+        ("ddp", "adafactor", ("transformers.Adafactor", "float32")),
+    ],
 )
-def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str, int]) -> None:
+def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expected: tuple[str, str]) -> None:
     whole = start(preset, "--optim", optim, *NOT_SAVED, "--save_strategy", "steps", "--save_steps", "2")
     for rank in attested_ranks(whole):
-        assert (rank["optimizer_class"], rank["optimizer_dtype"], rank["optimizer_bytes"]) == expected
+        assert (rank["optimizer_class"], rank["optimizer_dtype"]) == expected
     checkpoint = str(whole / "checkpoint-2")
     resumed = start(preset, "--optim", optim, *NOT_SAVED, "--resume_from_checkpoint", checkpoint)
     assert losses(resumed) == losses(whole)[2:]
@@ -133,26 +126,16 @@ def test_an_optimizers_states_resume(start: Start, preset: str, optim: str, expe
 
 @needs_bitsandbytes
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("preset", "optim", "error"),
-    [
-        ("zero3_cpu_offload", "adamw_bnb_8bit", "adam_w_mode on rank 0 is False, expected True"),  # accelerate's own
-        ("fsdp2", "adamw_bnb_8bit", "does not have a sharding strategy"),
-        ("fsdp2", "adafactor", "got mixed torch.Tensor and DTensor"),
-        ("fsdp2", "adagrad", "phase save, step 4"),  # its sums are made before the parameters are sharded
-    ],
-)
-def test_without_the_rules_an_unsupported_optimizer_fails(
-    preset: str, optim: str, error: str, tmp_path: Path, tiny_job: list[str]
+def test_without_the_rule_an_optimizer_that_accelerate_replaces_fails_its_verification(
+    tmp_path: Path, tiny_job: list[str]
 ) -> None:
-    config, out = ROOT / "accelerate_configs" / f"{preset}.yaml", tmp_path / "out"
-    words = [*tiny_job, "--max_steps", "4", "--optim", optim, "--output_dir", str(out)]
+    config, out = ROOT / "accelerate_configs" / "zero3_cpu_offload.yaml", tmp_path / "out"
+    words = [*tiny_job, "--max_steps", "4", "--optim", "adamw_bnb_8bit", "--output_dir", str(out)]
     ended = accelerate_launch(config, *words, script="unsupported_optimizer")
     assert ended.returncode != 0
-    assert error in ended.stderr
-    if preset == "zero3_cpu_offload":
-        ranks = read(out / "attestation.json")["ranks"]
-        assert {rank["optimizer_class"] for rank in ranks} == {"deepspeed.DeepSpeedCPUAdam"}
+    assert "adam_w_mode on rank 0 is False, expected True" in ended.stderr
+    ranks = read(out / "attestation.json")["ranks"]
+    assert {rank["optimizer_class"] for rank in ranks} == {"deepspeed.DeepSpeedCPUAdam"}
 
 
 @pytest.mark.nightly

@@ -4,15 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launching import ROOT, accelerate_launch, nightly_launch, rank_rows, read, toolkit
+from launching import accelerate_launch, nightly_launch, rank_rows, read, succeeded, toolkit
 
 from toolkit.record.heartbeat import read_heartbeats
 
 
 def run_job(output: Path, *words: str) -> dict[str, list[Any]]:
-    config = ROOT / "accelerate_configs" / "ddp.yaml"
-    ended = accelerate_launch(config, *words, "--save_model", "false", "--output_dir", str(output))
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    succeeded(accelerate_launch("ddp", *words, "--save_model", "false", "--output_dir", str(output)))
     found = [*rank_rows(output, 0), *rank_rows(output, 1)]
     return {key: [row[key] for row in found] for key in ("step", "loss", "grad_norm", "batch_sha256")}
 
@@ -67,6 +65,5 @@ def test_an_invalid_row_ends_both_ranks_and_the_fixed_file_resumes_on_one(tmp_pa
 
     rows.write_text("".join(valid) + '{"text": "row number 134", "unread": ""}\n')
     single = ["train", "--preset", "single", "--num-processes", "1", "--cpu", "--", *words]
-    ended = toolkit(*single, "--per_device_train_batch_size", "8", "--resume_from_checkpoint", "latest")
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    succeeded(toolkit(*single, "--per_device_train_batch_size", "8", "--resume_from_checkpoint", "latest"))
     assert read(tmp_path / "out" / "run.json")["resumed_from"]["step"] == 16

@@ -84,7 +84,6 @@ def test_weights_divide_an_epoch_by_file(load: Load, chats: Path, texts: Path, t
     other = load(chats, texts, dataset_weights=[3.0, 2.0], training={"data_seed": 5})
     assert sources_of(other, tokenizer) != found
 
-    assert recorded is not None
     assert recorded["data"]["sources"] == [asdict(source) for source in data.stats.sources]
     chat, text = data.stats.sources
     assert (chat.name, chat.format, chat.weight, chat.rows, chat.epoch_rows) == (str(chats), "alpaca", 0.6, 6, 15)
@@ -99,7 +98,6 @@ def test_weights_divide_an_epoch_by_file(load: Load, chats: Path, texts: Path, t
 
 def test_held_out_rows_are_never_trained_on(load: Load, chats: Path, texts: Path, tokenizer: Any) -> None:
     data = load(chats, texts, dataset_weights=[3.0, 2.0], val_size=5)
-    assert data.evaluation_stats is not None
     rows = [data.evaluation[index] for index in range(data.evaluation_stats.rows - data.evaluation_stats.dropped_rows)]
     evaluated = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows}
     trained = {tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in data.train}

@@ -115,14 +115,13 @@ def loader(
     return iter(batches)
 
 
-UNSUPERVISED = json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n"
 TOO_FEW = r"rows.jsonl has 1 row, fewer than one global batch of 2 sequences"
 
 
 @pytest.mark.parametrize(("accumulation", "message"), [(1, "no supervised token in 10 consecutive rows"), (2, TOO_FEW)])
 def test_a_stream_that_cannot_fill_a_step_ends(tmp_path: Path, tokenizer: Any, accumulation: int, message: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(UNSUPERVISED)
+    path.write_text(json.dumps({"prompt": "long " * 60, "completion": "word"}) + "\n")
     with pytest.raises(ToolkitError, match=message):
         list(streaming.record_lane_states(loader(path, tokenizer, accumulation=accumulation), {}))
 

@@ -10,7 +10,12 @@ import os
 from pathlib import Path
 
 import pytest
-from launching import ROOT, accelerate_launch, attested_ranks, losses, read
+import torch
+from launching import ROOT, accelerate_launch, attested_ranks, losses, read, succeeded
+from random_models import random_llama
+from scripts.train_and_fingerprint import FIXED_TOKENS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.engines.compiled_ops import ASYNC_IO_OPS, COMPILE_ASYNC_IO, INSTALL_LIBAIO, are_compiled
 
@@ -43,10 +48,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory, faq_alpaca: Path) -> Path:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """Few tokens and wide layers, so that most shards are large enough to be swapped."""
-    from random_models import random_llama
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
@@ -65,19 +66,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, wide_model: Path, rows: Path)
     folder, swap = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("nvme")
     job = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), *STEPS, "--save_strategy", "no"]
     for preset in ("zero3", "zero3_nvme_offload"):
-        config = ROOT / "accelerate_configs" / f"{preset}.yaml"
         words = [*job, "--output_dir", str(folder / preset)]
         variables = {"TOOLKIT_NVME_PATH": str(swap)}
-        ended = accelerate_launch(config, *words, script="train_and_fingerprint.py", variables=variables)
-        assert ended.returncode == 0, f"{preset}:\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        succeeded(accelerate_launch(preset, *words, script="train_and_fingerprint.py", variables=variables))
     return {"memory": folder / "zero3", "disk": folder / "zero3_nvme_offload", "swap": swap}
 
 
 def test_the_run_on_the_disk_is_that_of_offload_to_memory(runs: dict[str, Path]) -> None:
-    import torch
-    from scripts.train_and_fingerprint import FIXED_TOKENS
-    from transformers import AutoModelForCausalLM
-
     assert len(losses(runs["disk"])) == 2
     assert losses(runs["disk"]) == pytest.approx(losses(runs["memory"]), rel=LOSS_TOLERANCE)
     model = AutoModelForCausalLM.from_pretrained(runs["disk"])
@@ -112,7 +107,7 @@ def test_each_rank_holds_half_and_reads_its_bytes_back_from_the_swap_files(runs:
 def test_a_plain_launch_without_a_disk_is_refused(wide_model: Path, rows: Path, tmp_path: Path) -> None:
     assert "TOOLKIT_NVME_PATH" not in os.environ
     words = ["--model_name_or_path", str(wide_model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
-    ended = accelerate_launch(ROOT / "accelerate_configs" / "zero3_nvme_offload.yaml", *words)
+    ended = accelerate_launch("zero3_nvme_offload", *words)
     assert ended.returncode == 1
     failure = read(tmp_path / "out" / "failure.json")
     assert failure["message"] == "offload_optimizer is on NVMe, and no disk is named"
