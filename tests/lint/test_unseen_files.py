@@ -1548,8 +1548,14 @@ def test_a_deepspeed_json_with_a_key_of_accelerate_is_deepspeeds() -> None:
 
 def test_a_setting_that_axolotl_dropped_and_that_is_off_changes_nothing(tmp_path: Path) -> None:
     text = "base_model: a/b\nmicro_batch_size: 1\nsequence_len: 512\ndatasets: []\nflash_attn_fuse_qkv: "
-    for value, level in (("true", "error"), ("false", "note")):
+    for value, level in (("true", "warning"), ("false", "note")):
         assert levels(lint(tmp_path, a__yaml=f"{text}{value}\n"))["flash_attn_fuse_qkv"] == level
+
+
+def test_the_number_for_a_text_is_one_in_yaml_too(tmp_path: Path) -> None:
+    text = "optimizer: {type: AdamW, params: {lr: 6e-5}}\nzero_optimization: {stage: 2}\ntrain_batch_size: 8\n"
+    fixes = [each.fix for each in lint(tmp_path, ds__yaml=text) if each.rule == "wrong-deepspeed-type"]
+    assert fixes == ["`6.0e-05`, without quotes"]
 
 
 @pytest.mark.parametrize(

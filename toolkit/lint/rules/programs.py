@@ -136,7 +136,7 @@ def _unknown(doc: Document, program: str) -> Iterator[Match]:
         is_off |= doc.get(key) in ("none", ["none"]) and not doc.get("wandb_project")
         if program == "axolotl" and key.startswith("bnb_") and doc.get("adapter") != "qlora":
             is_off, fix = True, "remove it: axolotl reads such settings with `adapter: qlora` alone"
-        trains_other = key in schema.renamed or schema.similar(key) in schema.renamed.values()
+        trains_other = schema.renamed.get(key, schema.similar(key)) in {*schema.renamed.values()} - {None}
         if program == "axolotl" and (is_off or key.startswith(OF_REPORTS) or not trains_other):
             level = NOTE if is_off or level == NOTE else WARNING  # dropped, and off, empty or what holds anyway
         if key in own:

@@ -79,7 +79,10 @@ def wrong_deepspeed_type(doc: Document) -> Iterator[Match]:
     for block in ("optimizer.params", "scheduler.params"):
         for name, value in doc.block(block).items():
             if isinstance(value, str) and as_float(value) is not None and not _reads_exponents(doc):
-                yield Match(f"{block}.{name}", f"{shorten(value)} is text, and no number", "the number without quotes")
+                number = str(as_float(value))
+                number = number if "." in number else number.replace("e", ".0e")  # as YAML takes it for a number
+                fix = f"`{number}`, without quotes"
+                yield Match(f"{block}.{name}", f"{shorten(value)} is text, and no number", fix)
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="a value of the type that it names", for_every_program=True)
