@@ -291,7 +291,7 @@ def test_every_rule_is_shown_found_in_source_or_listed_as_neither() -> None:
     own_tests |= {"unknown-trl-setting", "unknown-parameter"}  # by TRL's schema and DeepSpeed's classes
     own_tests |= {"refused-nested-argument", "option-without-dashes"}
     own_tests |= {"variable-behind-command", "unknown-launcher-option", "count-of-slurm"}
-    own_tests |= {"unknown-script-option", "folder-of-copy", "script-missing"}
+    own_tests |= {"unknown-script-option", "folder-of-copy", "script-missing", "server-in-front"}
     own_tests |= {rule.name for rule in RULES if rule.library in NOT_INSTALLED}
     own_tests |= {
         *("refused-value", "shell-slip", "text-for-number"),

@@ -194,6 +194,8 @@ CASES = [
     Case("sp-below-stage-3", f"{PAIR}parallelism_config:\n  parallelism_config_sp_size: 2\n",
          f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n", 5,
          deepspeed_json=zero(2)),
+    Case("sp-below-stage-3", f"{PAIR}  parallel: [dp_shard, sp]\n", f"{DEEPSPEED}  zero_stage: 3\n  parallel: [sp]\n",
+         4, deepspeed_json=zero(1)),
     Case("sp-attention", f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
          "  parallelism_config_sp_attn_implementation: eager\n",
          f"{DEEPSPEED}  zero_stage: 3\nparallelism_config:\n  parallelism_config_sp_size: 2\n"

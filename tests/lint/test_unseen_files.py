@@ -1683,3 +1683,20 @@ def test_a_fix_is_no_guess_by_a_name_alone(name: str, text: str, key: str, said:
 def test_words_behind_a_script_that_is_not_here_are_not_those_of_swift(tmp_path: Path) -> None:
     command = "torchrun tune.py --train_type lora --check_dataset_strategy none --output_dir o --bf16 true"
     assert "unknown-swift-setting" not in {each.rule for each in lint(tmp_path, a__sh=f"{command}\n")}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("vllm serve a/b\ntorchrun train.py\n", ["vllm serve"]),
+        ("vllm serve a/b & PID=$!\ntorchrun train.py\n", []),
+        ("python -m verl.trainer.main_ppo --algorithm grpo data.x=1\n", ["--algorithm"]),
+        ("python -m verl.trainer.main_ppo data.x=1 | tee --append log\n", []),
+        ("torchrun -m scripts/train\n", ["-m scripts/train"]),
+        ("torchrun -m scripts/train.py\n", ["scripts/train.py"]),  # once
+        ("torchrun train.py --master_port 99999\n", []),  # the script's own
+    ],
+)
+def test_what_a_command_ends_or_starts_is_read_to_its_end(command: str, said: list[str], tmp_path: Path) -> None:
+    rules = ("shell-slip", "server-in-front", "no-such-port")
+    assert [each.key for each in lint(tmp_path, a__sh=command) if each.rule in rules] == said

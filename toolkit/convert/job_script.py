@@ -338,7 +338,7 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
             value = re.sub(r"(?<!\S)#[^\n]*", "", value)
         elif escaped := _ESCAPED_STRING.fullmatch(value):  # in the string of `bash -c`
             value = escaped[1].replace("\\$", "$")
-        value = re.sub(r"^\$\([^()]*\)(?=/)", "$PWD", value)  # of some folder
+        value = re.sub(r"^\$\((?:dirname|pwd|realpath|git rev-parse)\b[^()]*\)(?=/)", "$PWD", value)
         computed = r"`|(?<!=)\$\((?!\()" if found[4][:1] == "(" else r"`|\$\("  # of an array, as the value of a word
         plain = None if re.search(computed, value) or len(value) > 5000 else value.replace("\\\n", " ")
         if found[3]:

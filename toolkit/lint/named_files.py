@@ -54,7 +54,9 @@ OF_OTHERS = re.compile("^.*[({].*$", re.MULTILINE)  # what other packages ask fo
 _MARKS = (".git", "setup.py", "pyproject.toml", "requirements.txt")
 _COPIED = (".gitignore", "LICENSE")  # of a project without its history
 # A folder by a variable, or a command, that is not one of a run's own files.
-_FOLDER = re.compile(r"^(?:\$\{?(?!\w*(?i:out|save|ckpt|checkpoint|model|data|run|exp|tmp))\w+\}?|\$\([^()]*\))/")
+_FOLDER = re.compile(
+    r"^(?:\$\{?(?!HOME\b|\w*(?i:out|save|ckpt|checkpoint|model|data|run|exp|tmp))\w+\}?|\$\([^()]*\))/"
+)
 _TYPES = "Optional|Union|Literal|Annotated|Any|str|int|float|bool|[Ll]ist|[Dd]ict"
 
 
@@ -320,6 +322,17 @@ def _imported(folder: Path, library: str, names: Sequence[str]) -> str | None:
         if name in source and occurs(re.compile(rf"^(?:from|import)[ ]+{begin}\b", re.MULTILINE), source):
             return name
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def files_by_name(root: Path) -> dict[str, list[Path]]:
+    """Return the files of a project by their names."""
+    found: dict[str, list[Path]] = {}
+    for place, folders, names in os.walk(root):
+        folders[:] = [each for each in folders if each[:1] != "." and each != "node_modules"]
+        for name in (each for each in names if each.endswith((".py", ".json", ".yaml", ".yml"))):
+            found.setdefault(name, []).append(Path(place, name))
+    return found
 
 
 def forget_projects() -> None:

@@ -422,7 +422,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     twice that of at most `rank` heads in as many throws as there are values.
     """
     count, rank, chance = len(values), -1, 0.0
-    while (chance := chance + math.comb(count, rank + 1) / 2**count) <= MEDIAN_ERROR / 2:
+    of_all = math.lgamma(count + 1) - count * math.log(2)
+    while (chance := chance + math.exp(of_all - math.lgamma(rank + 2) - math.lgamma(count - rank))) <= MEDIAN_ERROR / 2:
         rank += 1
     ordered = sorted(values)
     return None if rank < 0 else (ordered[rank], ordered[count - 1 - rank])

@@ -83,6 +83,81 @@ def degrees_differ_from_processes(doc: Document) -> Iterator[Match]:
         yield Match(settings.parallel_size_key(largest), f"{factors} is not num_processes {processes}", fix)
 
 
+@rule(ERROR, ACCELERATE, library="deepspeed", fix="stage 3")
+def sp_below_stage_3(doc: Document) -> Iterator[Match]:
+    """Below stage 3 sequence parallelism makes gradients sp times too large. Adam's losses hardly show it, the gradient
+    norm does.
+    """
+    json = doc.deepspeed_json
+    stage = as_int(doc.get("deepspeed_config.zero_stage", 2)) or 0 if json is None else settings.zero_stage(json)
+    degree, listed = settings.parallel_degree(doc, "sp"), doc.block("deepspeed_config").get(PARALLEL_KEY)
+    if settings.is_deepspeed(doc) and stage < 3 and (degree > 1 or (isinstance(listed, list) and "sp" in listed)):
+        message = f"stage {stage} makes gradients {degree if degree > 1 else 'sp'} times too large"
+        fix = "`stage` 3, as in the preset `ulysses`"
+        yield Match(settings.parallel_size_key("sp") if degree > 1 else "deepspeed_config.parallel", message, fix)
+
+
+# -- `fsdp_config`, whose two versions give the same words different meanings
+
+# FSDP1's sharding strategies as FSDP2's boolean (accelerate's own `to-fsdp2`); the others have no equivalent.
+RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
+FSDP1_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+FSDP1_ONLY_KEYS = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
+
+
+def _fsdp1_strategy(value: object) -> str:
+    """Return the name of a strategy of FSDP1, which accelerate numbers, and torch begins with `_` in one case."""
+    names = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP", **dict(zip("12345", FSDP1_STRATEGIES, strict=True))}
+    return names.get(as_enum(value), as_enum(value).lstrip("_"))
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", fix="fsdp_sharding_strategy, or FSDP2's boolean")
+def fsdp1_reshard_ignored(doc: Document) -> Iterator[Match]:
+    """Under FSDP1 the launcher's `fsdp_sharding_strategy` (FULL_SHARD by default) wins over
+    `fsdp_reshard_after_forward`.
+    """
+    reshard, strategy = fsdp_setting(doc, "reshard_after_forward"), fsdp_setting(doc, "sharding_strategy")
+    if settings.fsdp_version(doc) != 1 or reshard is None:
+        return
+    intended = _fsdp1_strategy(reshard)
+    runs = _fsdp1_strategy("FULL_SHARD" if strategy is None else strategy)
+    if intended != runs:
+        key = fsdp_key(doc, "reshard_after_forward")
+        can_rename = strategy is None and isinstance(reshard, str)
+        message = f"FSDP1 runs {shorten(runs)}, not {shorten(reshard)}"
+        fix = f"`fsdp_sharding_strategy: {intended}`" if intended in FSDP1_STRATEGIES else "remove it"
+        fix += "" if as_bool(reshard) is None else ", or `fsdp_version: 2`, which has the boolean"
+        yield Match(key, message, fix, rename="fsdp_sharding_strategy" if can_rename else None)
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="fsdp_reshard_after_forward: false")
+def fsdp2_strategy_ignored(doc: Document) -> Iterator[Match]:
+    """FSDP2 does not read `fsdp_sharding_strategy` from the launcher: `fsdp_reshard_after_forward` decides, by default
+    full shard."""
+    strategy = as_enum(fsdp_setting(doc, "sharding_strategy"))
+    reshard = as_bool(fsdp_setting(doc, "reshard_after_forward", True))
+    if settings.fsdp_version(doc) != 2 or not strategy or RESHARD_AFTER_FORWARD.get(strategy) == reshard:
+        return
+    fixes = {"SHARD_GRAD_OP": "`fsdp_reshard_after_forward: false`", "NO_SHARD": "`distributed_type: MULTI_GPU`"}
+    message = f"FSDP2 runs {'full shard' if reshard else 'shard_grad_op'}, not {shorten(strategy)}"
+    fix = fixes.get(strategy, "`parallelism_config_dp_replicate_size` for a hybrid mesh")
+    yield Match(fsdp_key(doc, "sharding_strategy"), message, fix)
+
+
+@rule(WARNING, ACCELERATE, library="accelerate", removed_in="1.6.0", fix="nothing")
+def fsdp2_obsolete_key(doc: Document) -> Iterator[Match]:
+    """The key belongs to FSDP1; FSDP2 has no such setting and ignores it."""
+    if settings.fsdp_version(doc) != 2:
+        return
+    strategy = RESHARD_AFTER_FORWARD.get(as_enum(fsdp_setting(doc, "sharding_strategy")))
+    redundant = strategy is not None and strategy == as_bool(fsdp_setting(doc, "reshard_after_forward", True))
+    for name in (*FSDP1_ONLY_KEYS, *(["sharding_strategy"] if redundant else [])):
+        is_refused = name == "sync_module_states" and as_bool(fsdp_setting(doc, name)) is False  # loading-without-sync
+        if fsdp_setting(doc, name) is not None and not is_refused:
+            key = fsdp_key(doc, name)
+            yield Match(key, f"fsdp_{name} belongs to FSDP1 and has no effect", "remove it", remove=True)
+
+
 @rule(ERROR, ACCELERATE, library="accelerate", fix="a multiple of num_machines, at most a process per GPU")
 def uneven_processes(doc: Document) -> Iterator[Match]:
     """accelerate starts `num_processes // num_machines` on each node and drops the rest. NCCL refuses more processes on

@@ -158,8 +158,8 @@ def _check_of(table: Mapping[str, Any]) -> Callable[[Document], Iterator[Match]]
                 level = NOTE if is_part else level
                 level = level or case.get("level")
                 remove, value = case.get("remove", False), None if level else case.get("value")
-                more = {"since": case.get("since"), "rename": case.get("rename")}
-                yield Match(key, message, case["fix"], remove=remove, value=value, level=level, **more)
+                since = case.get("since")
+                yield Match(key, message, case["fix"], remove=remove, value=value, level=level, since=since)
 
     check.__doc__ = table["says"]
     return check

@@ -14,7 +14,15 @@ from toolkit.files.paths import is_file
 from toolkit.lint import document, named_files
 from toolkit.lint.document import ACCELERATE, AXOLOTL, DEEPSPEED, SCRIPTS, SUFFIXES, TRAINER, Document
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import declares, find_named, imported_source, names_program, project_root, scripts_named
+from toolkit.lint.named_files import (
+    declares,
+    files_by_name,
+    find_named,
+    imported_source,
+    names_program,
+    project_root,
+    scripts_named,
+)
 from toolkit.lint.rules import settings
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_without_trainer, names_json, shorten, trainer_of
 from toolkit.lint.rules.trainer import processes_of, processes_of_call
@@ -256,12 +264,8 @@ def _near_file(doc: Document, named: str) -> Path | None:
     """Return the file of this name elsewhere in the project, or else one of a similar name, and kind, where a path
     says, or beside a script."""
     root = None if Path(named).is_absolute() else project_root(doc.folder)  # or another machine's
-    same = {Path(named).name, f"{Path(named).stem}.yml"}
-    found: list[Path] = []
-    for place, folders, names in os.walk(root or os.devnull):
-        folders[:] = [each for each in folders if each[:1] != "."]
-        found += [Path(place, each) for each in same.intersection(names)]
-    if found:
+    same = {Path(named).name, *([f"{Path(named).stem}.yml"] if named.endswith(".yaml") else [])}
+    if found := [each for name in same for each in (files_by_name(root) if root else {}).get(name, ())]:
         closest = min(found, key=lambda each: os.path.relpath(each, doc.folder).count(os.sep))
         return closest.relative_to(root or "")
     places = (Path.cwd(), doc.folder, *doc.folder.parents[:8]) if "/" in named else (doc.folder,)

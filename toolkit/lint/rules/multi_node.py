@@ -9,7 +9,7 @@ from toolkit.lint.commands_in_yaml import GPUS_OF_CONTAINER
 from toolkit.lint.document import ACCELERATE, SBATCH, SCRIPTS, SKYPILOT, Document, accelerate_file, launch_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import project_root, project_source, source_of, texts_of
-from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed
+from toolkit.lint.rules.settings import as_enum, as_int, is_deepspeed, shorten
 
 NODE_COUNT = {"torchrun": "nnodes", "accelerate": "num-machines"}
 SRUN_ON_EACH = re.compile(r"\bsrun\b(?!.*\s(?:(?:--(?:nodes|ntasks)[= ]|-[Nn] ?)1\b|-w|--nodelist\b))", re.DOTALL)
@@ -241,6 +241,7 @@ TASKS = ("ntasks-per-node", "ntasks-per-gpu", "ntasks")
 SRUN_OPTION = re.compile(r"\s--?([a-z-]+|N)(?:=|[ \t]*)[\"']?([^\s\"'=]+)")
 GRANTED = re.compile(r"(?:gpu:)?(?:[a-zA-Z][\w.-]*:)?(\d+)")  # `gpu:a100:4`, `a100:4`, `4`
 COUNTS = ("nproc-per-node", "num-processes", "num-gpus")
+PORT_OPTIONS = ("rdzv-endpoint", "master-port", "main-process-port")
 # How a script asks for its own folder, and how one shows that it knows where SLURM runs it.
 _RESOLVED = r"(?:\$\((?:realpath|readlink[ \t]+-\w+)[ \t]+(?:--[ \t]+)?[\"']?)?"
 OWN_FOLDER = rf"dirname[ \t]+(?:--[ \t]+)?[\"']?{_RESOLVED}\$\{{?(?:0|BASH_SOURCE)\b"
@@ -422,6 +423,21 @@ def launcher_per_gpu(doc: Document) -> Iterator[Match]:
         has_others = re.search(r"\bsrun\b.*\b(?:if|else|for|while|case)\b", call.before, re.DOTALL)
         fix = f"`srun --ntasks-per-node=1` for {call.tool} alone" if has_others else "`#SBATCH --ntasks-per-node=1`"
         yield Match(f"--{name}", message, fix, line=line)
+
+
+@rule(ERROR, ACCELERATE, *SCRIPTS, library="torch", fix="a number below 65536")
+def no_such_port(doc: Document) -> Iterator[Match]:
+    """Ports end at 65535: the launcher raises."""
+    named: list[tuple[str, object, int | None]] = [("main_process_port", doc.get("main_process_port"), None)]
+    named += [
+        (f"--{name}", call.options.get(name), call.line)
+        for call in doc.script.launches
+        for name in PORT_OPTIONS
+        if name != "master-port" or (is_static(call) and "standalone" not in call.options)
+    ]
+    for key, value, line in named:
+        if (as_int(str(value).rpartition(":")[2]) or 0) > 65535:
+            yield Match(key, f"{shorten(value)} is no port", "at most 65535", line=line)
 
 
 @rule(WARNING, SBATCH, library="slurm", fix="a trap that passes SIGTERM on to srun, or no B:")

@@ -8,7 +8,7 @@ from pathlib import Path
 from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_argument_names
-from toolkit.lint.document import SBATCH, SCRIPTS, SUFFIXES, Document, accelerate_file, named_settings
+from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
 from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of, texts_of
 from toolkit.lint.rules.kubernetes import refusals
@@ -36,6 +36,12 @@ READ_BY_LIBRARIES = re.compile(r"^[ \t]*(?:export[ \t]+)?((FSDP|ACCELERATE)_(\w+
 UNIX_ENDS = "`dos2unix`, or `sed -i 's/\\r$//'`"
 TIMEOUTS = LINT_TABLES["unread_timeouts"]  # which people set, and nothing reads
 NO_SUCH_LETTER = {("deepspeed", "m"): "`--module`", ("torchrun", "c"): "`--no-python python -c`"}
+# A server on a line that begins with it, without a `&` behind it.
+SERVER = re.compile(
+    r"^(?:\w+=\S*[ \t]+)*(?:uv run |python3? -m )?(vllm serve|trl vllm-serve|(?:vllm|sglang)[\w.]*_server)\b"
+    r"(?!(?:[^\n]|(?<=\\)\n)*(?<![&>])&(?![&>\d]))",
+    re.MULTILINE,
+)
 OF_SERVER = {"port": "`GRADIO_SERVER_PORT`, of `api` `API_PORT`", "host": "`GRADIO_SERVER_NAME`, of `api` `API_HOST`"}
 DEFAULT = re.compile(r"\$\{\w+:-(\d+)\}")
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
@@ -391,6 +397,18 @@ def unknown_script_option(doc: Document) -> Iterator[Match]:
             yield Match("--local_rank", message, "`deepspeed --no_local_rank`, or `torchrun`", line=call.line)
 
 
+@rule(ERROR, *SCRIPTS, library="bash", fix="`&` behind it, and a wait until it answers")
+def server_in_front(doc: Document) -> Iterator[Match]:
+    """A server runs until it is stopped: bash does not come to the training behind it."""
+    last = max((call.line for call in doc.script.launches), default=0)
+    is_shell = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)  # others have containers, which run at once
+    for found in SERVER.finditer(doc.script.text) if is_shell else ():
+        line = doc.script.line_at(found.start(1))
+        if line < last and not in_spans(found.start(1), (*doc.script.strings, *doc.script.protected)):
+            message = "runs until it is stopped: the training behind it never starts"
+            yield Match(found[1], message, "`&` at its end, and a wait until it answers", line=line)
+
+
 @rule(WARNING, *SCRIPTS, library="accelerate", fix="the option in front of the script's name")
 def behind_the_script(doc: Document) -> Iterator[Match]:
     """A launcher reads options in front of the script's name only: the others are the script's."""
@@ -476,15 +494,19 @@ def include_with_count(doc: Document) -> Iterator[Match]:
 
 @rule(ERROR, *SCRIPTS, library="deepspeed", fix="`HOST slots=N`, once for each host")
 def refused_hostfile(doc: Document) -> Iterator[Match]:
-    """A hostfile's lines are `HOST slots=N`: `deepspeed` refuses others, and a host twice."""
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host twice."""
     for call in doc.script.launches:
         file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
         lines = [line.strip() for line in texts_of([file] if file else []).splitlines()]
-        entries = [re.match(r"(\S+)\s+slots=\d|()", line) for line in lines if line and not line.startswith("#")]
-        hosts = [found[1] for found in entries if found]
-        if len(set(hosts)) < len(hosts) or None in hosts:
-            message, fix = "a line is no `HOST slots=N`, or names a host again", "`HOST slots=N`, once for each host"
-            yield Match("--hostfile", message, fix, line=call.line)
+        hosts = set[str]()
+        for line in (each for each in lines if each and not each.startswith("#")):
+            host = re.match(r"(\S+)\s+slots=\d", line)
+            if host is None or host[1] in hosts:
+                why = "is no `HOST slots=N`" if host is None else "names a host again"
+                yield Match(
+                    "--hostfile", f"{shorten(line)} {why}", "`HOST slots=N`, once for each host", line=call.line
+                )
+            hosts |= {host[1]} if host else set()
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")

@@ -43,9 +43,8 @@ def shell_slip(doc: Document) -> Iterator[Match]:
     spans = (*script.strings, *script.protected)
     # Of this job, and not of one that a here-document writes.
     comments = [(start, end) for start, end in script.commands if script.text[start : start + 1] == "#"]
-    is_shell = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)
     for each in launcher_tables()["slips"] if script.calls else ():
-        for found in _matches(script, each) if is_shell or not each.get("shell") else ():
+        for found in _matches(script, each):
             at = found.start(last := found.lastindex or 0)
             if re.match(r"#[ \t]*SBATCH", found[0]):
                 is_read = doc.kind == SBATCH and in_spans(found.start(), (*comments,))
@@ -55,7 +54,7 @@ def shell_slip(doc: Document) -> Iterator[Match]:
                 more = {"level": each.get("level"), "library": each.get("library")}
                 yield Match(found[last], each["message"], each["fix"], line=script.line_at(at), **more)
     if script.calls:
-        yield from (*_unparsed(doc, is_shell=is_shell), *_quoted_variables(script), *_unset_variables(doc))
+        yield from (*_unparsed(doc), *_quoted_variables(script), *_unset_variables(doc))
 
 
 def _matches(script: JobScript, slip: Mapping[str, Any]) -> Iterator[re.Match[str]]:
@@ -67,13 +66,14 @@ def _matches(script: JobScript, slip: Mapping[str, Any]) -> Iterator[re.Match[st
         yield from pattern.finditer(script.text)
 
 
-def _unparsed(doc: Document, *, is_shell: bool) -> Iterator[Match]:
+def _unparsed(doc: Document) -> Iterator[Match]:
     """Yield where sbatch or bash stops reading a file: `bash -n` parses it, and executes nothing."""
     text, lines = doc.script.text, doc.script.text.split("\n")
     if doc.kind == SBATCH and HEAD_OF_JOB.match(text):
         yield Match("#!", "the first line names no shell: sbatch refuses the file", "`#!/bin/bash`", line=1)
     bash = shutil.which("bash") if sys.platform == "linux" else None  # macOS has one of 2007
-    if bash is None or not is_shell or "\r\n" in text or not OF_SHELL.match(text):
+    is_file = doc.kind == SKYPILOT or not doc.path.endswith(SUFFIXES)
+    if bash is None or not is_file or "\r\n" in text or not OF_SHELL.match(text):
         return
     command = [bash, "--norc", "--noprofile", "-O", "extglob", "-n"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
