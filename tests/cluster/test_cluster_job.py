@@ -74,7 +74,8 @@ def test_what_is_no_job_is_refused(
 def test_files_that_only_the_nodes_have_are_not_read_here(capsys: Capsys) -> None:
     there = ["--model_name_or_path", "/nodes/model", "--dataset", "/nodes/rows.jsonl", "--output_dir", "/nodes/out"]
     words = [*SLURM, "--preset", "zero2"]
-    assert run_cluster([*words, "--", *there], capsys)[0] == 2
+    code, _, errors = run_cluster([*words, "--", *there], capsys)
+    assert (code, "`--no-check-files` if only the nodes have it" in errors) == (2, True)
     code, text, _ = run_cluster([*words, "--no-check-files", "--", *there], capsys)
     assert code == 0
     assert "--model_name_or_path /nodes/model" in text

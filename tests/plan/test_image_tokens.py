@@ -65,6 +65,19 @@ def test_adapters_of_named_layers_leave_the_encoder_frozen_where_it_has_other_na
     assert not job_weights(shape, 8, frozen_tower=True).trains_tower
 
 
+def test_a_recommendation_plans_images_too_and_names_a_script_that_reads_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["recommend", MODEL, "--gpu", "h100", "--num-processes", "2", "--preset", "ddp", "--lora-r", "16"]
+    _, text, _ = run_command(command, capsys)
+    assert "text only: `--image-tokens` plans images" in text
+    _, images, _ = run_command([*command, "--image-tokens", "800"], capsys)
+    assert "(800 of images, their encoder trained)" in images
+    assert "run it, in a script around a trainer that reads images:\n  toolkit train --preset ddp" in images
+    assert " --script sft.py -- " in images
+    assert "toolkit compare --preset" not in images
+
+
 def test_the_plan_says_what_is_trained_and_that_images_need_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", MODEL, "--gpu", "h100", "--num-processes", "1", "--preset", "zero2", "--lora-r", "16"]
     said = {}

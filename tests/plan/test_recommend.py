@@ -106,6 +106,24 @@ def test_the_choice_depends_on_job_gpu_and_objective(changes: dict[str, Any], ob
     assert (answer.reasons[0] == "it needs the least memory per GPU") == (objective == "least-memory")
 
 
+def test_less_sharding_wins_where_the_ends_of_the_range_disagree_on_the_fastest() -> None:
+    options = RecommendOptions(gpu="rtx-3090", num_processes=2, lora_r=16)
+    answer = found(recommend_request("meta-llama/Llama-3.1-8B", options))
+    fastest = next(each for each in answer.others if each.preset.name == "fsdp2")
+    best, worst = fastest.time_ratios(answer.choice)  # FSDP2 depends on PCIe
+    assert (answer.choice.preset.name, best < 0.87, worst > 1.15) == ("ddp", True, True)
+    assert answer.reasons[0] == "it may be faster than the fastest by estimate (`fsdp2`), and shards least"
+
+
+def test_offload_loses_where_its_slow_end_is_clearly_slower() -> None:
+    options = RecommendOptions(gpu="rtx-3090", num_processes=2, lora_r=16, max_seq_length=2048)
+    presets = [load_preset(name) for name in ("fsdp2", "zero2_cpu_offload")]
+    answer = recommend(recommend_request("Qwen/Qwen3-4B", options), presets)
+    (offload,) = answer.others
+    assert min(answer.choice.time_ratios(offload)) > 1  # by the estimate, offload is faster at both ends
+    assert answer.choice.preset.name == "fsdp2"
+
+
 def test_4_bit_weights_that_fit_are_replicated() -> None:
     asked = request(memory_gib=24, job=PlannedJob(max_seq_length=1024, lora_r=16, load_in_4bit=True))
     answer = found(asked)

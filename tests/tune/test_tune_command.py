@@ -181,6 +181,15 @@ def test_a_dry_run_plans_a_model_that_plan_knows_without_network_and_torch(
     assert all(each.get("verdict") or each["planned_peak_bytes"] for each in rows)
 
 
+def test_a_missing_dataset_is_reported_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(planner, "default_preset")
+    words = f"tune Qwen/Qwen3-8B --dry-run --gpu h100 --num-processes 8 --output-dir {tmp_path / 'out'}"
+    code, _, err = run_command(words.split(), capsys)
+    assert (code, "--dataset is missing" in err) == (2, True)
+
+
 def test_the_default_preset_of_a_job_that_fits_nowhere_needs_no_disk(
     tmp_path: Path, faq_alpaca: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,11 +161,14 @@ def tune(options: TuneOptions, as_json: JsonOutput = False) -> None:
     The job: a model, a YAML file (--config), or arguments as for `toolkit train`, after `--`.
     """
     from toolkit.demo.assets import with_demo_inputs
+    from toolkit.launch.preflight import check_required
     from toolkit.tune.commands import run_tune
 
     with recognising(*options.preset, *options.job_words[:1]):
         words = with_demo_inputs(options.job_words, runs_script=options.runs_script)
         options = replace(options, training_arguments=words, config=None)
+        if not options.runs_script:  # before hundreds of plans
+            check_required(Job.from_argv(words), ("model_name_or_path", "dataset"))
         preset = options.baseline or next(iter(options.preset), None)
         if preset is None:
             preset = default_preset_of(options)[0]

@@ -16,6 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.files.paths import user_path
 from toolkit.files.secrets import HIDDEN, hide_words
 from toolkit.job.argument_reading import without_flags
+from toolkit.job.argument_values import as_list
 from toolkit.job.job import Job
 from toolkit.launch import command
 from toolkit.launch.preflight import check_arguments_of, check_output, check_required, check_run, device_of
@@ -193,7 +194,15 @@ def check_job_arguments(options: JobOptions, preset: PresetSpec, argv: Sequence[
         is_here=options.check_files and options.cpu and options.max_nodes == 1,
         starts=False,
     )
-    return check_run(run).warnings if options.check_files else tuple(check_arguments_of(run))
+    if not options.check_files:
+        return tuple(check_arguments_of(run))
+    try:
+        return check_run(run).warnings
+    except ToolkitError as error:
+        named = [str(each) for name in DEMO_ARGUMENTS[:3] for each in as_list(job.value(name))]
+        if any(each in error.message and not Path(each).exists() for each in named):
+            error.hint = "; ".join(filter(None, (error.hint, "`--no-check-files` if only the nodes have it")))
+        raise
 
 
 # -- the time of a save

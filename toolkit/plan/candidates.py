@@ -351,9 +351,21 @@ def best_first(fitting: Sequence[AnyCandidate], objective: str = OBJECTIVES[0]) 
     if objective == OBJECTIVES[1]:
         return sorted(fitting, key=lambda candidate: (candidate.memory.planned_peak_bytes, candidate.seconds))
     fastest = min(fitting, key=lambda candidate: candidate.seconds)
-    equal = [candidate for candidate in fitting if max(candidate.time_ratios(fastest)) <= EQUAL_WITHIN]
+    equal = [candidate for candidate in fitting if may_be_as_fast(candidate, fastest)]
     slower = [candidate for candidate in fitting if candidate not in equal]
     return sorted(equal, key=sharding) + sorted(slower, key=lambda candidate: candidate.seconds)
+
+
+def may_be_as_fast(candidate: Candidate, fastest: Candidate) -> bool:
+    """Return True within `EQUAL_WITHIN`, or where the candidate is as clearly the faster one at another end.
+
+    The ends are those of the rates, and the slow one of the intervals, which offload widens for one of the two.
+    """
+    ratios = candidate.time_ratios(fastest)
+    if candidate.speed is None or fastest.speed is None or max(ratios) <= EQUAL_WITHIN:
+        return True
+    slow_ends = candidate.speed.step_seconds[1] / fastest.speed.step_seconds[1]
+    return min(*ratios, slow_ends) < 1 / EQUAL_WITHIN
 
 
 def tolerance_text(choice: Candidate, fitting: Sequence[Candidate], objective: str = OBJECTIVES[0]) -> str:
@@ -369,6 +381,8 @@ def tolerance_text(choice: Candidate, fitting: Sequence[Candidate], objective: s
     fastest = min(compared, key=lambda candidate: candidate.seconds)
     if fastest is choice:
         return f"it is the fastest{' that keeps the weights on the GPU' if len(compared) < len(fitting) else ''}"
+    if max(choice.time_ratios(fastest)) > EQUAL_WITHIN:
+        return f"it may be faster than the fastest by estimate (`{fastest.preset.name}`), and shards least"
     return f"it is within {percent(EQUAL_WITHIN - 1)} of the fastest (`{fastest.preset.name}`), and shards least"
 
 

@@ -92,6 +92,12 @@ class JobAndGpuOptions:
     use_liger_kernel: Annotated[bool, Option("--use-liger-kernel", help="Liger's kernels; sft: its fused loss too")] = (
         False
     )
+    image_tokens: Annotated[int | None, Option(help="tokens of images among those of a sequence; 0: text", min=0)] = (
+        None
+    )
+    freeze_vision_tower: Annotated[
+        bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
+    ] = False
     fp16: Annotated[bool | None, switch("fp16", "fp16 with a loss scale; default: on a GPU without bf16")] = None
 
 
@@ -132,12 +138,6 @@ class PlanOptions(JobAndGpuOptions):
     packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
     async_save: Annotated[
         bool, Option("--async-save", help="checkpoints are written during training, from a copy in host memory")
-    ] = False
-    image_tokens: Annotated[int | None, Option(help="tokens of images among those of a sequence; 0: text", min=0)] = (
-        None
-    )
-    freeze_vision_tower: Annotated[
-        bool, Option("--freeze-vision-tower", help="the encoder of images and its projector are not trained")
     ] = False
     attn_implementation: Annotated[
         str | None, Option(help="attention of packed rows; auto (the default): no mask where the model allows it")

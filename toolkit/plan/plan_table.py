@@ -10,7 +10,7 @@ from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.job_weights import FP32_BYTES, job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.read_model import is_checked
-from toolkit.plan.candidates import candidate_of, host_assumption, sharding
+from toolkit.plan.candidates import PlannedModel, candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
 from toolkit.plan.measured_by_others import measured_line, nearest_row
 from toolkit.plan.memory import DOES_NOT_FIT, FITS, TOO_CLOSE
@@ -222,7 +222,7 @@ def _heading(answer: PlanAnswer) -> str:
         "" if job.optim == DEFAULT_OPTIMIZER else f"optimizer {job.optim}",
         numerics_text(job.numerics),
         f"{job.tokens_per_row:,} tokens per sequence",
-        _images(request),
+        images_text(request),
         batch,
         "sequences of equal length" if job.lengths_differ is False else "",
         f"{steps} accumulation steps" if steps > 1 else "",
@@ -238,7 +238,8 @@ def _heading(answer: PlanAnswer) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _images(request: PlanRequest) -> str:
+def images_text(request: PlannedModel) -> str:
+    """Return how many tokens are planned as images, or that none are; empty for a model of text."""
     job = request.job
     if not job.image_tokens:
         is_said = job.image_tokens == 0 or not request.shape.num_tower_params

@@ -9,6 +9,7 @@ from toolkit.plan.candidates import LARGEST_WORLD_SIZE, Candidate, RecommendRequ
 from toolkit.plan.failures import FailingJob
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
 from toolkit.plan.interconnect import Range
+from toolkit.plan.plan_table import images_text
 from toolkit.plan.recommend import Recommendation
 from toolkit.plan.recommended_commands import COMPARED_STEPS, broken, compare_command, train_command, tune_command
 from toolkit.plan.step_time import ALIKE_DIGITS, NO_GENERATION
@@ -111,15 +112,18 @@ def recommendation_lines(
     choice, why_not, job = found.choice, found.why_not, request.job
     where = f"{request.world_size} x {request.gpu.name}"
     equal = ", all of equal length" if job.lengths_differ is False else ""
+    images = f" ({text})" if (text := images_text(request)) else ""
     host = f"; needs {tenths_of_gib(choice.memory.host.peak_bytes)} GiB of host memory per node"
     masters = "bf16 weights without fp32 master weights, as other tools train, are not planned"
+    trainer = job.method.spec.trainer or ("a trainer that reads images" if job.image_tokens else None)
+    script = f", in a script around {trainer}" if trainer else ""
     fitting = [other.preset.name for other in found.others]
     rejected = [name for name in why_not if name not in fitting] if show_all else list(found.too_large)
     shown = [*(("or", name) for name in fitting[: None if show_all else SHOWN])]
     shown += [("rejected", name) for name in rejected[: None if show_all else SHOWN]]
     lines = [
         f"{model}: {request.shape.num_params:,} parameters, {job.method_text}, {job.tokens_per_row:,} tokens per "
-        f"sequence{equal}, {request.global_batch_size} sequences per step, on {where}",
+        f"sequence{images}{equal}, {request.global_batch_size} sequences per step, on {where}",
         "",
         f"use       {choice.preset.name}: {choice.settings}{host if choice.preset.offloads else ''}",
         *(f"because   {reason}" for reason in found.reasons),
@@ -130,7 +134,7 @@ def recommendation_lines(
         *([f"{len(why_not) - len(shown)} more with `--all`"] if len(shown) < len(why_not) else []),
         *(["", *_scaling_lines(scaling_curve(choice, request))] if scaling else []),
         "",
-        "run it:" if (trainer := job.method.spec.trainer) is None else f"run it, in a script around {trainer}:",
+        f"run it{script}:",
         broken(train_command(choice, request, model)),
         "",
     ]

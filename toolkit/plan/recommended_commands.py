@@ -21,13 +21,18 @@ COMPARED_STEPS = 20
 LORA_LEARNING_RATES = {SFT: "2e-4", "dpo": "5e-6"}
 
 
+def is_ours(job: PlannedJob) -> bool:
+    """Return True for a job of our own script: `sft`, of text."""
+    return job.method.method == SFT and not job.image_tokens
+
+
 def compare_command(compared: Sequence[Candidate], request: RecommendRequest, model: str) -> str | None:
     """Return the command that compares the first candidate, with its settings, with the others that fit with them.
 
     None for several nodes. A comparison has one degree per dimension, and gives ranks that share a batch as many times
     its size: candidates that need something else are left out, and if the first does there is no command.
     """
-    if request.interconnect.num_nodes > 1 or request.job.method.method != SFT:
+    if request.interconnect.num_nodes > 1 or not is_ours(request.job):
         return None
     first, *others = compared
     recomputes = first.job.activation_checkpointing
@@ -51,7 +56,7 @@ def compare_command(compared: Sequence[Candidate], request: RecommendRequest, mo
 
 def tune_command(choice: Candidate, request: RecommendRequest, model: str) -> str | None:
     """Return the command that searches on from the choice; None for several nodes, and for methods but `sft`."""
-    if request.interconnect.num_nodes > 1 or request.job.method.method != SFT:
+    if request.interconnect.num_nodes > 1 or not is_ours(request.job):
         return None
     return (
         f"toolkit tune --baseline {choice.preset.name} --num-processes {request.world_size} --output-dir TUNE_DIR -- "
@@ -63,9 +68,11 @@ def train_command(candidate: Candidate, request: RecommendRequest, model: str) -
     """Return the command that trains: `toolkit train` on one node, accelerate's launcher, once per node, on several."""
     words = training_words(candidate.job, model, output="OUTPUT_DIR")
     preset, method, nodes = candidate.preset, candidate.job.method, request.interconnect.num_nodes
-    if method.method != SFT or nodes == 1:
-        script = f" --script {method.method}.py" if method.spec.trainer else f" --module trl.scripts.{method.method}"
-        script = "" if method.method == SFT else script
+    ours = is_ours(candidate.job)
+    if not ours or nodes == 1:
+        own_script = method.spec.trainer or candidate.job.image_tokens
+        script = f" --script {method.method}.py" if own_script else f" --module trl.scripts.{method.method}"
+        script = "" if ours else script
         return f"toolkit train --preset {preset.name} --num-processes {request.world_size}{script} -- {words}"
     config = f"accelerate_configs/{preset.name}.yaml"
     launcher = f"accelerate launch --config_file {config} --num_processes {request.world_size}"
@@ -118,7 +125,7 @@ def training_words(job: PlannedJob, model: str, *, output: str | None) -> str:
     if model.endswith("config.json"):
         values = {"model_name_or_path": str(Path(model).parent)}
     last = {} if output is None else {"output_dir": output}
-    if job.method.method != SFT:
+    if not is_ours(job):
         pairs = (values | _trl_arguments(job) | last).items()
         return shlex.join(word for name, value in pairs for word in (f"--{name}", value))
     values |= {"dataset": "DATASET", **job.argument_values}

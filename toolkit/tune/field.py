@@ -158,8 +158,8 @@ class Search:
         run = _run(options, preset, job).accumulated()
         gpu, shape, job, rows = options.planned_gpu, None, run.job, run.global_batch_size
         with contextlib.suppress(ToolkitError):
-            read = read_model(str(job.model_name_or_path), count=not options.on_cpu) if job.model_name_or_path else None
-            if read is not None and (gpu is not None or options.on_cpu):
+            read = read_model(str(job.model_name_or_path), count=not options.on_cpu)
+            if gpu is not None or options.on_cpu:
                 check_planned_job(PlannedJob.of(job), read)
                 shape = read
         return cls(options=options, job=job, preset=preset, source=source, sequences=rows, gpu=gpu, shape=shape)

@@ -119,7 +119,8 @@ def no_rendezvous(doc: Document) -> Iterator[Match]:
     for call in several(doc, "torchrun"):
         named = master(call) or call.options.keys() & {"rdzv-conf", "standalone"} or not call.is_complete
         if not named and not doc.script.mentions(r"\bPET_(?:RDZV_ENDPOINT|MASTER_ADDR)="):
-            unread = [f"--{name}" for name in ("master-addr", "master-port") if name in call.options]
+            names = ("master-addr",) if is_static(call) else ("master-addr", "master-port")
+            unread = [f"--{name}" for name in names if name in call.options]
             message = "each node waits for the others at its own localhost"
             fix, level = "`--rdzv-backend c10d --rdzv-endpoint HEAD:PORT`", None
             if unread and is_static(call):  # a variable that is empty, to be filled in
