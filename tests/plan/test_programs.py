@@ -154,6 +154,7 @@ def test_liger_counts_only_for_architectures_that_it_patches() -> None:
     assert peak("llama", use_liger_kernel=True) < peak("llama", loss="full") // 4
     for unpatched in ("gpt_neox", "stablelm", "phi"):
         assert peak(unpatched, use_liger_kernel=True) == peak(unpatched, loss="full")
+    assert peak("llama", program="llama-factory", loss="chunked") == peak("llama")  # a loss that is given wins
 
 
 def test_each_program_has_a_source_and_plans_the_same_job_as_its_numerics() -> None:

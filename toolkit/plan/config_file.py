@@ -26,6 +26,7 @@ from toolkit.models.optimizers import OF_SCRIPTS
 from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
+from toolkit.plan.programs import PROGRAMS
 
 # Settings of methods other than SFT, by the names of the options; a command has them as text.
 METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -34,8 +35,6 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
 CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`
-# transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
-FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
 SWIFT = "ms-swift"
 SWIFT_KEYS = (
     *("tuner_type", "train_type", "lora_rank", "quant_bits", "quant_method", "deepspeed", "rlhf_type", "adapter"),
@@ -114,7 +113,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     found |= {"num_train_epochs": job.value("num_train_epochs") or 3.0, "max_steps": job.value("max_steps")}
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
-        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked", "packing": False}
+        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": None, "packing": False}
         found |= _method_options(source, method, lora=job.lora_r is not None or "lora_r" in given)
         if "max_completion_length" in found and "max_seq_length" not in given:
             prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
@@ -138,7 +137,8 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             named = "the file names no DeepSpeed or FSDP"
         why = "" if named is None else f" ({named})"
         preset = f"preset {conversion.preset}{why}" if has_preset else "no preset: `--preset`"
-        described = f"{file}: {conversion.tool}, {preset}, {f'{loss} loss' if method == SFT else method}{note}"
+        loss = f"{options.loss if 'loss' in given else loss or PROGRAMS[str(program)].loss} loss"
+        described = f"{file}: {conversion.tool}, {preset}, {loss if method == SFT else method}{note}"
     if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
         described += "; its global_batch_size is not read: `--gradient-accumulation-steps`"
     described += f"\nnot used: {', '.join(dict.fromkeys(not_used))}" if not_used else ""
@@ -480,11 +480,12 @@ FP8_SETTINGS = ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")
 PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
 
 
-def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
-    """The loss function, and words about it."""
+def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str | None, str]:
+    """The loss function, and words about it; None: the program's own."""
     program, values, conversion = source[:3]
+    own = None if planned.loss == "chunked" and job.loss == "auto" else planned.loss
     if conversion is None:
-        return planned.loss, ""
+        return own, ""
     plugins = values.get("plugins") or []
     if CUT_CROSS_ENTROPY in plugins and is_true(values.get("cut_cross_entropy", True)):
         return "fused", " (cut cross entropy, planned as Liger's)"
@@ -500,7 +501,7 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
         return ("fused", "") if planned.loss == "fused" else old
     if program == "axolotl" and is_true(values.get("chunked_cross_entropy") or False):
         return "chunked", ""
-    return ("full" if planned.loss == "chunked" and conversion.tool in FULL_LOSS_TOOLS else planned.loss), ""
+    return own, ""
 
 
 def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, Any]:

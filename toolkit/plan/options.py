@@ -143,8 +143,12 @@ class PlanOptions(JobAndGpuOptions):
         str | None, Option(help="attention of packed rows; auto (the default): no mask where the model allows it")
     ] = None
     loss: Annotated[
-        str, Option(help="chunked, full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16")
-    ] = "chunked"
+        str | None,
+        Option(
+            help="chunked (ours), full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16;"
+            " default: the program's"
+        ),
+    ] = None
     program: Annotated[
         str | None,
         Option(
