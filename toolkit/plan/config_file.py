@@ -48,6 +48,10 @@ MOST_MISSPELT = 2  # settings of a file that we do not have, above which it is n
 MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "do_train")
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
+# ms-swift's GRPO (4.5.2, arguments/rlhf_args.py and rlhf_trainers/args_mixin.py); its `max_length` is the prompt's.
+SWIFT_GENERATION = {"beta": 0.04, "max_completion_length": 512, "vllm_gpu_memory_utilization": 0.9}
+# Settings of a vLLM on GPUs of its own; `vllm_device` is of TRL below 0.18.
+VLLM_ELSEWHERE = ("vllm_device", "vllm_server_host", "vllm_server_base_url")
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
@@ -87,6 +91,8 @@ class _Source(NamedTuple):
     options: Mapping[str, Any] = {}
     """What a file of ms-swift says in options of `toolkit plan`; its values are then our training arguments."""
     unused: Collection[str] = ()
+    method_values: Mapping[str, Any] = {}
+    """The settings of ms-swift in TRL's words."""
 
 
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
@@ -97,7 +103,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     none, and for a setting that decides the plan and is not planned.
     """
     source = _read(file, model, options, given)
-    program, values, conversion, method, theirs, _ = source
+    program, values, conversion, method, theirs, *_ = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     optim = options.optim if "optim" in given else str(values.get("optimizer")) if program == "axolotl" else ""
     job = job.with_values(optim=optim) if "optim" in given or optim in OF_SCRIPTS else job
@@ -114,9 +120,10 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
         found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": None, "packing": False}
-        found |= _method_options(source, method, lora=job.lora_r is not None or "lora_r" in given)
+        found |= _method_options(source, options, given, lora=job.lora_r is not None or "lora_r" in given)
         if "max_completion_length" in found and "max_seq_length" not in given:
-            prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
+            prompt = (source.method_values or values).get("max_prompt_length")
+            prompt = prompt or (values.get("sequence_len") if program == "axolotl" else None)
             check_type("max_prompt_length", prompt, "int | None")
             found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
@@ -304,7 +311,11 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     if "lora_r" in ours and not ours.get("load_in_4bit") and values.get("torch_dtype") == "float32":
         numerics["fp32_base"] = True
     unused = [key for key in values if key not in table and _is_listed(key)]
-    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics}, unused)
+    sleeps = str(values.get("sleep_level") or 0) != "0"
+    named = {"max_prompt_length": values.get("max_length"), "vllm_enable_sleep_mode": sleeps}
+    in_trls_words = (SWIFT_GENERATION if METHODS[method].num_generations else {}) | values | named
+    found = {"program": SWIFT, "preset": (preset,), **numerics}
+    return _Source(None, ours, None, method, found, unused, in_trls_words)
 
 
 def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
@@ -504,18 +515,21 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str | None, s
     return own, ""
 
 
-def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, Any]:
+def _method_options(source: _Source, options: PlanOptions, given: Collection[str], *, lora: bool) -> dict[str, Any]:
     """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
-    program, values = source[:2]
+    program, method, values = source.program, source.method, source.method_values or source.values
     if program == "axolotl":
         trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
         values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}
     beta = values.get("rl_beta") if program == "axolotl" else values.get("pref_beta")
     values = {**values, "beta": beta} if beta is not None else values
-    uses_vllm = is_true(values.get("use_vllm") or False)
-    found: dict[str, Any] = {"vllm": str(values.get("vllm_mode") or "colocate")} if uses_vllm else {}  # TRL's default
+    values = {**values, **{name: getattr(options, name) for name in METHOD_SETTINGS if name in given}}
+    mode = "server" if any(values.get(name) for name in VLLM_ELSEWHERE) else "colocate"  # TRL's default
+    mode = str(values.get("vllm_mode") or mode) if is_true(values.get("use_vllm") or False) else "none"
+    mode = str(options.vllm) if "vllm" in given else mode
+    found: dict[str, Any] = {} if mode == "none" else {"vllm": mode}
     for name, (annotation, read) in METHOD_SETTINGS.items():
-        if values.get(name) is not None and (uses_vllm or not name.startswith("vllm")):
+        if values.get(name) is not None and (mode == "colocate" or not name.startswith("vllm")):
             check_type(name, values[name], annotation)
             found[name] = read(values[name])
     if METHODS[method].num_generations:
@@ -524,6 +538,6 @@ def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, An
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
     found = {name: value for name, value in found.items() if name in METHODS[method].options}
     has_reference = "ref_dtype" in METHODS[method].options and Method(method=method, **found).has_reference(lora=lora)
-    if dtype in ("bfloat16", "auto") and program is not None and has_reference:
+    if dtype in ("bfloat16", "auto") and (program or source.method_values) and has_reference:
         found["ref_dtype"] = "bfloat16"
     return found
