@@ -244,6 +244,11 @@ def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     assert {key: getattr(options, key) for key in expected} == expected
 
 
+def test_a_method_that_no_plan_has_is_refused_beside_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="--method is 'NAME', expected sft, dpo"):
+        planned(tmp_path, "l.yaml", STAGE.replace("STAGE", "ppo"), "method", method="NAME")
+
+
 def test_where_vllm_runs_may_be_said_beside_a_file_that_gives_its_share(tmp_path: Path) -> None:
     text = f"{GRPO}use_vllm: true\nvllm_gpu_memory_utilization: 0.7\n"
     for mode, share in (("server", None), ("none", None), ("colocate", 0.7)):

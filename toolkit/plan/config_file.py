@@ -20,7 +20,7 @@ from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import is_file
 from toolkit.job.argument_aliases import ALIASES, canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
-from toolkit.job.argument_values import Range, check_range, check_type, is_true
+from toolkit.job.argument_values import Range, check_range, check_type, check_word, is_true
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OF_SCRIPTS
 from toolkit.plan.methods import METHODS, SFT, Method
@@ -102,6 +102,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     file that cannot be read, that trains something else than text, that names no model where the command line names
     none, and for a setting that decides the plan and is not planned.
     """
+    check_word("--method", options.method, list(METHODS))
     source = _read(file, model, options, given)
     program, values, conversion, method, theirs, *_ = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
@@ -303,8 +304,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
                 )
             ours |= canonical_values({argument: typed(argument, SWIFT_WORDS.get(str(value), value))})
     method = options.method if "method" in given else METHOD_WORDS.get(*[str(values.get("rlhf_type") or SFT)] * 2)
-    if method not in METHODS:
-        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint="`--method NAME`")
+    _check_method(method, file)
     named = values.get("deepspeed")
     preset = preset_of_deepspeed(named, file).preset if named else "ddp"
     numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
@@ -335,10 +335,14 @@ def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
             raise ToolkitError(f"{file} has settings of several of TRL's methods", hint=hint)
         return (named or methods)[0]
     method = METHOD_WORDS.get(word or SFT, word or SFT)
-    if method not in METHODS:
-        hint = f"`--method NAME` plans {', '.join(METHODS)}"
-        raise ToolkitError(f"{file} trains with {shown(word)}, which is not planned", hint=hint)
+    _check_method(method, file)
     return method
+
+
+def _check_method(method: str, file: Path) -> None:
+    if method not in METHODS:
+        hint = f"`--method {SFT}` plans that instead; or {', '.join(name for name in METHODS if name != SFT)}"
+        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint=hint)
 
 
 def _is_among(key: str, names: Collection[str]) -> bool:
