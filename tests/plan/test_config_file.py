@@ -244,6 +244,18 @@ def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     assert {key: getattr(options, key) for key in expected} == expected
 
 
+def test_the_hint_for_sequences_that_ranks_share_can_be_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "sample_packing: true\nflash_attention: true\ncontext_parallel_size: 4\n"
+    (tmp_path / "a.yaml").write_text(FULL.replace("MODEL", str(LLAMA_8B_CONFIG)) + more)
+    command = ["plan", "--config", str(tmp_path / "a.yaml"), "--gpu", "h100", "--num-processes", "8"]
+    hint = run_command(command, capsys)[2].split("`")[1::2][-1]
+    code, out, err = run_command([*command, *hint.split()], capsys)
+    assert (code, "cp 4" in out) == (0, True)
+    assert "preset cp (as given)" in err
+
+
 def test_a_method_that_no_plan_has_is_refused_beside_a_file(tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="--method is 'NAME', expected sft, dpo"):
         planned(tmp_path, "l.yaml", STAGE.replace("STAGE", "ppo"), "method", method="NAME")

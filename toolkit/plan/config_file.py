@@ -4,6 +4,7 @@ A setting that decides memory or speed is used, or listed as not used; one that 
 that names the option to give (convert/tables/plan.yaml).
 """
 
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
@@ -61,7 +62,7 @@ MORE_THAN_ADAPTERS = (
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
     **{"load_in_8bit": "", "optim": " adamw_torch_fused", "preset": " zero3"},
-    **{"activation_checkpointing": "", "lora_r": " 16"},
+    **{"activation_checkpointing": "", "cp": " N --preset cp --no-packing --attn-implementation sdpa"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -145,6 +146,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             named = "the file names no DeepSpeed or FSDP"
         why = "" if named is None else f" ({named})"
         preset = f"preset {conversion.preset}{why}" if has_preset else "no preset: `--preset`"
+        preset = f"preset {', '.join(options.preset)} (as given)" if "preset" in given else preset
         loss = f"{options.loss if 'loss' in given else loss or PROGRAMS[str(program)].loss} loss"
         described = f"{file}: {conversion.tool}, {preset}, {loss if method == SFT else method}{note}"
     if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
@@ -293,8 +295,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
             refused[option] = f"{key} {shown(values[key])}", True
     for option, (what, is_refused) in refused.items():
         if is_refused and option not in given:
-            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
-            raise ToolkitError(f"{file}: {what} is not planned", hint=hint)
+            raise ToolkitError(f"{file}: {what} is not planned", hint=_instead(option, what.rpartition(" ")[2]))
     for key, argument in table.items():
         if values.get(key) is not None and argument not in given and (key != "target_modules" or tuner != "full"):
             value = values[key]
@@ -366,9 +367,16 @@ def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], g
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
-            example = f" {job.lora_r}" if option == "lora_r" and job.lora_r else EXAMPLES.get(option, " N")
-            hint = f"`--{option.replace('_', '-')}{example}` plans that instead"
-            raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
+            value = job.lora_r if option == "lora_r" else key.rpartition(" ")[2]
+            raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=_instead(option, value))
+
+
+def _instead(option: str, value: object) -> str:
+    """The hint for an option in the place of a setting; its `value` stands for N where it is a number."""
+    number = str(value) if str(value).isdigit() else None
+    example = EXAMPLES.get(option, " N")
+    example = f" {number or 16}" if option == "lora_r" else re.sub(r" N\b", f" {number or 'N'}", example)
+    return f"`--{option.replace('_', '-')}{example}` plans that instead"
 
 
 def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple[str, str | None, str]]:

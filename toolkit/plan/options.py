@@ -129,7 +129,7 @@ class PlanOptions(JobAndGpuOptions):
     lora_target_modules: Annotated[
         tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
     ] = ()
-    packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
+    packing: Annotated[bool, switch("packing", "pack rows to full length")] = False
     async_save: Annotated[
         bool, Option("--async-save", help="checkpoints are written during training, from a copy in host memory")
     ] = False
