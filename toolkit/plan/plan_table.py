@@ -96,7 +96,7 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
-    kinds = ("", "full" if job.lora_r is None else "lora", job.method.method)
+    kinds = ("" if job.lora_r is None else "lora", "", job.method.method)
     yield from (f"Not planned: {note}." for note in numerics_notes(job.numerics, kinds))
     # what `compute_metrics` would need, where nothing says whether another program has one
     if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
