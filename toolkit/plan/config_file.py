@@ -35,7 +35,7 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
-CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`
+CHOSEN = ("accumulate", "activation_checkpointing", "use_liger_kernel")  # by `PlannedJob.of`
 SWIFT = "ms-swift"
 SWIFT_KEYS = (
     *("tuner_type", "train_type", "lora_rank", "quant_bits", "quant_method", "deepspeed", "rlhf_type", "adapter"),
@@ -51,8 +51,8 @@ OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_tra
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
 # ms-swift's GRPO (4.5.2, arguments/rlhf_args.py and rlhf_trainers/args_mixin.py); its `max_length` is the prompt's.
 SWIFT_GENERATION = {"beta": 0.04, "max_completion_length": 512, "vllm_gpu_memory_utilization": 0.9}
-# Settings of a vLLM on GPUs of its own; `vllm_device` is of TRL below 0.18.
-VLLM_ELSEWHERE = ("vllm_device", "vllm_server_host", "vllm_server_base_url")
+# Settings of a vLLM on GPUs of its own; `vllm_device` is of TRL below 0.18, whose next version is pinned by Open-R1.
+VLLM_ELSEWHERE = ("vllm_device", "vllm_server_host", "vllm_server_base_url", "pinned_trl")
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
@@ -532,7 +532,11 @@ def _method_options(source: _Source, options: PlanOptions, given: Collection[str
     program, method, values = source.program, source.method, source.method_values or source.values
     if program == "axolotl":
         trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
-        values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}
+        served = {
+            "vllm_server_host": vllm.get("host"),
+            "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization"),
+        }
+        values = {**values, **served, **trl}
     beta = values.get("rl_beta") if program == "axolotl" else values.get("pref_beta")
     values = {**values, "beta": beta} if beta is not None else values
     values = {**values, **{name: getattr(options, name) for name in METHOD_SETTINGS if name in given}}
