@@ -150,6 +150,8 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{use_vllm: true, vllm_server_host: 0.0.0.0}}\n"
          "vllm: {gpu_memory_utilization: 0.85}\n", {"vllm": "server", "vllm_gpu_memory_utilization": None}),
         ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{use_vllm: true}}\nvllm: {{host: 0.0.0.0}}\n", {"vllm": "server"}),
+        ("t.yaml", f"{GRPO}use_vllm: true\ntorch_dtype: bfloat16\n", {"vllm": "server"}),  # TRL's default before 1.0
+        ("t.yaml", f"{GRPO}use_vllm: true\n", {"vllm": "colocate"}),
         ("t.sh", f"accelerate launch src/open_r1/grpo.py --use_vllm true {ROWS}", {"vllm": "server"}),
         ("rloo.yaml", GRPO, {"method": "rloo"}),
         ("dpo/t.yaml", "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n",

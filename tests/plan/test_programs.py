@@ -215,6 +215,8 @@ def test_a_job_of_a_group_that_no_share_is_known_for_has_no_verdict_and_names_no
     assert "toolkit rehearse --preset zero3 " in first
     assert next(line for line in lines if line.startswith("zero3 ")).split()[1:3] == ["no", "verdict"]
     assert any(line.startswith("no verdict: ") and "`toolkit rehearse` measures it" in line for line in lines)
+    words[words.index("trl")] = "ms-swift"
+    assert "--module swift.cli.rlhf " in run_command([*words, "--method", "dpo"], capsys)[1]
 
 
 @pytest.mark.parametrize(

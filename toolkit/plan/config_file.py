@@ -28,6 +28,7 @@ from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
 from toolkit.plan.programs import PROGRAMS
+from toolkit.versions import version_numbers
 
 # Settings of methods other than SFT, by the names of the options; a command has them as text.
 METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -52,6 +53,7 @@ COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prom
 # ms-swift's GRPO (4.5.2, arguments/rlhf_args.py and rlhf_trainers/args_mixin.py); its `max_length` is the prompt's.
 SWIFT_GENERATION = {"beta": 0.04, "max_completion_length": 512, "vllm_gpu_memory_utilization": 0.9}
 # Settings of a vLLM on GPUs of its own; `vllm_device` is of TRL below 0.18, whose next version is pinned by Open-R1.
+COLOCATES_SINCE = (1, 0)  # TRL, without `vllm_mode` (huggingface/trl#5255)
 VLLM_ELSEWHERE = ("vllm_device", "vllm_server_host", "vllm_server_base_url", "pinned_trl")
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
@@ -129,12 +131,13 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             check_type("max_prompt_length", prompt, "int | None")
             found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
+        note += ", vLLM on GPUs of its own" if found.get("vllm") == "server" else ""
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found |= {"dataset": data[0], "column": tuple("=".join(each) for each in (job.column or {}).items())}
     targets = planned.value("optim_target_modules")
     found |= {"optim_args": job.optim_args, "optim_target_modules": [targets] if isinstance(targets, str) else targets}
     found |= {"dora": True} if planned.numerics.dora else {}
-    described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
+    described = f"{file}: {SWIFT if theirs else 'our training arguments'}{note}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
@@ -540,7 +543,9 @@ def _method_options(source: _Source, options: PlanOptions, given: Collection[str
     beta = values.get("rl_beta") if program == "axolotl" else values.get("pref_beta")
     values = {**values, "beta": beta} if beta is not None else values
     values = {**values, **{name: getattr(options, name) for name in METHOD_SETTINGS if name in given}}
-    mode = "server" if any(values.get(name) for name in VLLM_ELSEWHERE) else "colocate"  # TRL's default
+    former = program_schema("trl").former.items() if program == "trl" else ()
+    of_before = [name for name, version in former if version_numbers(version)[:2] <= COLOCATES_SINCE and name in values]
+    mode = "server" if of_before or any(values.get(name) for name in VLLM_ELSEWHERE) else "colocate"
     mode = str(values.get("vllm_mode") or mode) if is_true(values.get("use_vllm") or False) else "none"
     mode = str(options.vllm) if "vllm" in given else mode
     found: dict[str, Any] = {} if mode == "none" else {"vllm": mode}
