@@ -38,7 +38,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_gpu_and_one_that_means_seve
     assert known_gpu("NVIDIA P4") is None
 
 
-@pytest.mark.parametrize("name", ["P100", "H10", "RTX A", "Tesla K80", "hopper", "3080 Ti", "rtx-3090ti", "4080 super"])
+@pytest.mark.parametrize(
+    "name", ["P100", "H10", "RTX A", "Tesla K80", "hopper", "3080 Ti", "rtx-3090ti", "4080 super", "4070 ti"]
+)
 def test_a_card_of_another_number_or_family_is_no_guess(name: str) -> None:
     with pytest.raises(ToolkitError, match=r"unknown GPU(?s:.*)hint: For other GPUs"):
         find_gpu(name)

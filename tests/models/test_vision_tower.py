@@ -162,5 +162,5 @@ def test_models_without_tokens_of_images_are_refused_by_name() -> None:
         check_image_tokens(shape, 1025, 1024)
     with pytest.raises(ToolkitError, match="mllama is not planned with images: its images are read by cross-attention"):
         check_image_tokens(replace(shape, model_type="mllama"), 10, 1024)
-    with pytest.raises(ToolkitError, match="qwen3 has no encoder of images"):
+    with pytest.raises(ToolkitError, match="qwen3 is not planned with images: it has no encoder of images"):
         check_image_tokens(read_model("Qwen/Qwen3-0.6B"), 10, 1024)

@@ -145,6 +145,14 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("l.yaml", STAGE.replace("STAGE", "pt"), {"method": "sft", "packing": True}),
         ("t.yaml", GRPO, {"method": "grpo", "max_seq_length": 612, "preset": ()}),
         ("t.yaml", f"{GRPO}max_prompt_length: 200\n", {"method": "grpo", "max_seq_length": 300}),
+        ("t.yaml", f"{GRPO}use_vllm: true\nvllm_device: auto\nvllm_gpu_memory_utilization: 0.7\n",
+         {"vllm": "server", "vllm_gpu_memory_utilization": None}),
+        ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{use_vllm: true, vllm_server_host: 0.0.0.0}}\n"
+         "vllm: {gpu_memory_utilization: 0.85}\n", {"vllm": "server", "vllm_gpu_memory_utilization": None}),
+        ("a.yaml", f"{AXOLOTL}rl: grpo\ntrl: {{use_vllm: true}}\nvllm: {{host: 0.0.0.0}}\n", {"vllm": "server"}),
+        ("t.yaml", f"{GRPO}use_vllm: true\ntorch_dtype: bfloat16\n", {"vllm": "server"}),  # TRL's default before 1.0
+        ("t.yaml", f"{GRPO}use_vllm: true\n", {"vllm": "colocate"}),
+        ("t.sh", f"accelerate launch src/open_r1/grpo.py --use_vllm true {ROWS}", {"vllm": "server"}),
         ("rloo.yaml", GRPO, {"method": "rloo"}),
         ("dpo/t.yaml", "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n",
          {"method": "dpo", "beta": 0.2, "max_seq_length": 64}),
@@ -181,15 +189,15 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("l.yaml", f"{FULL_FACTORY}pure_bf16: true\n", {"pure_bf16": True}),
         ("a.yaml", AXOLOTL.partition("deepspeed")[0] + "optimizer: adamw_bnb_8bit\n", {"optim": "adamw_bnb_8bit"}),
         # axolotl and LLaMA-Factory compute all logits at once unless Liger does not
-        ("axolotl.yaml", AXOLOTL, SIZES | {"preset": ("zero3",), "lora_r": 8, "loss": "full", "num_train_epochs": 2}),
+        ("axolotl.yaml", AXOLOTL, SIZES | {"preset": ("zero3",), "lora_r": 8, "loss": None, "num_train_epochs": 2}),
         ("axolotl.yaml", AXOLOTL, {"program": "axolotl"}),
         ("factory.yaml", LLAMA_FACTORY, SIZES | {"preset": ("ddp",), "loss": "fused", "freeze_vision_tower": False}),
         ("factory.yaml", LLAMA_FACTORY, {"program": "llama-factory"}),
         ("factory.yaml", LLAMA_FACTORY.replace("dataset: identity", "train_file: a"), SIZES | {"loss": "fused"}),
-        ("trl.sh", TRL, SIZES | {"preset": ("zero2",), "lora_r": None, "loss": "chunked", "num_processes": (4,)}),
+        ("trl.sh", TRL, SIZES | {"preset": ("zero2",), "lora_r": None, "loss": None, "num_processes": (4,)}),
         ("trl.sh", TRL, {"program": "trl"}),
-        ("ours.yaml", OURS, SIZES | {"preset": (), "loss": "chunked"} | OURS_ALONE),
-        ("run.sh", FACTORY_COMMAND, SIZES | {"preset": ("zero2",), "lora_r": 16, "loss": "full"}),
+        ("ours.yaml", OURS, SIZES | {"preset": (), "loss": None} | OURS_ALONE),
+        ("run.sh", FACTORY_COMMAND, SIZES | {"preset": ("zero2",), "lora_r": 16, "loss": None}),
         ("run.sh", "llamafactory-cli train factory.yaml", SIZES | {"preset": ("ddp",), "lora_r": 8, "loss": "fused"}),
         ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n", {"dora": True}),
         ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n", {"dora": True}),
@@ -219,6 +227,11 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("s.yaml", f"{SWIFT}torch_dtype: bfloat16\n", {"fp32_base": None}),
         ("s.yaml", f"{SWIFT}deepspeed: zero2\nrlhf_type: dpo\n",
          {"preset": ("zero2",), "method": "dpo", "lora_r": 4, "max_seq_length": 2048, "program": "ms-swift"}),
+        ("s.yaml", f"{SWIFT}rlhf_type: grpo\nuse_vllm: true\nvllm_mode: colocate\nsleep_level: 1\n",
+         {"max_seq_length": 2560, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.9, "beta": 0.04,
+          "vllm_enable_sleep_mode": True}),
+        ("s.sh", f"{SWIFT_COMMAND.replace(' sft', ' rlhf')} --rlhf_type grpo --max_completion_length 1024",
+         {"max_seq_length": 5120, "vllm": None, "ref_dtype": "bfloat16"}),
         ("s.yaml", f"{SWIFT}quant_bits: 8\n", {"load_in_8bit": True, "activation_checkpointing": True}),
         ("s.yaml", SWIFT.replace("lora_rank: 4", "quant_bits: 4"), {"load_in_4bit": True, "lora_r": 8}),
         ("s.sh", f"{SWIFT_COMMAND} --attn_impl flash_attn --deepspeed zero3 --dataset x",
@@ -233,6 +246,30 @@ def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
     options = planned(tmp_path, name, text)
     assert {key: getattr(options, key) for key in expected} == expected
+
+
+def test_the_hint_for_sequences_that_ranks_share_can_be_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "sample_packing: true\nflash_attention: true\ncontext_parallel_size: 4\n"
+    (tmp_path / "a.yaml").write_text(FULL.replace("MODEL", str(LLAMA_8B_CONFIG)) + more)
+    command = ["plan", "--config", str(tmp_path / "a.yaml"), "--gpu", "h100", "--num-processes", "8"]
+    hint = run_command(command, capsys)[2].split("`")[1::2][-1]
+    code, out, err = run_command([*command, *hint.split()], capsys)
+    assert (code, "cp 4" in out) == (0, True)
+    assert "preset cp (as given)" in err
+
+
+def test_a_method_that_no_plan_has_is_refused_beside_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="--method is 'NAME', expected sft, dpo"):
+        planned(tmp_path, "l.yaml", STAGE.replace("STAGE", "ppo"), "method", method="NAME")
+
+
+def test_where_vllm_runs_may_be_said_beside_a_file_that_gives_its_share(tmp_path: Path) -> None:
+    text = f"{GRPO}use_vllm: true\nvllm_gpu_memory_utilization: 0.7\n"
+    for mode, share in (("server", None), ("none", None), ("colocate", 0.7)):
+        options = planned(tmp_path, "t.yaml", text, "vllm", vllm=mode)
+        assert (options.vllm, options.vllm_gpu_memory_utilization) == (mode, share)
 
 
 def test_a_command_of_ms_swift_names_its_file(tmp_path: Path) -> None:

@@ -88,3 +88,5 @@ def test_the_plan_says_what_is_trained_and_that_images_need_an_option(capsys: py
     assert "text only: `--image-tokens` plans images" in text
     assert "800 of images, their encoder trained" in trained
     assert "800 of images, their encoder frozen" in frozen
+    command[1] = "meta-llama/Llama-3.2-11B-Vision-Instruct"
+    assert "text only: its images are read by cross-attention" in run_command(command, capsys)[1]

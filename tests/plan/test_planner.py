@@ -438,3 +438,11 @@ def test_a_hub_id_that_is_stored_in_fewer_bits_is_said_to_be_planned_in_bf16(
     read_model._say_once.cache_clear()
     read_model.check_unquantized(model)
     assert (f"its {method} weights are planned dequantized" in capsys.readouterr().err) == bool(method)
+
+
+@pytest.mark.parametrize("command", ["plan", "recommend"])
+def test_adapters_on_a_model_stored_in_4_bits_are_planned_on_4_bit_weights(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command, "unsloth/Qwen3-4B-bnb-4bit", "--gpu", "h100", "--num-processes", "1", "--lora-r", "16"]
+    assert "QLoRA r=16" in run_command(words, capsys)[1]

@@ -154,6 +154,7 @@ def test_liger_counts_only_for_architectures_that_it_patches() -> None:
     assert peak("llama", use_liger_kernel=True) < peak("llama", loss="full") // 4
     for unpatched in ("gpt_neox", "stablelm", "phi"):
         assert peak(unpatched, use_liger_kernel=True) == peak(unpatched, loss="full")
+    assert peak("llama", program="llama-factory", loss="chunked") == peak("llama")  # a loss that is given wins
 
 
 def test_each_program_has_a_source_and_plans_the_same_job_as_its_numerics() -> None:
@@ -214,15 +215,25 @@ def test_a_job_of_a_group_that_no_share_is_known_for_has_no_verdict_and_names_no
     assert "toolkit rehearse --preset zero3 " in first
     assert next(line for line in lines if line.startswith("zero3 ")).split()[1:3] == ["no", "verdict"]
     assert any(line.startswith("no verdict: ") and "`toolkit rehearse` measures it" in line for line in lines)
+    words[words.index("trl")] = "ms-swift"
+    assert "--module swift.cli.rlhf " in run_command([*words, "--method", "dpo"], capsys)[1]
 
 
 @pytest.mark.parametrize(
-    ("job", "noted"), [("", [True, False]), ("--lora-r 8", [False, False]), ("--method reward", [True, True])]
+    ("program", "job", "noted"),
+    [
+        ("axolotl", "", []),
+        ("axolotl", "--lora-r 8", ["Triton"]),
+        ("llama-factory", "", []),
+        ("llama-factory", "--method reward", ["reward models"]),
+    ],
 )
-def test_a_program_says_what_is_not_planned_of_such_a_job_alone(capsys: Any, job: str, noted: list[bool]) -> None:
-    words = "plan Qwen3-8B --program llama-factory --gpu a100-80gb --num-processes 4 --preset zero3"
+def test_a_program_says_what_is_not_planned_of_such_a_job_alone(
+    capsys: Any, program: str, job: str, noted: list[str]
+) -> None:
+    words = f"plan Qwen3-8B --program {program} --gpu a100-80gb --num-processes 4 --preset zero3"
     out = run_command([*words.split(), *job.split()], capsys)[1]
-    assert [words in out for words in ("`use_badam`", "its reward models")] == noted
+    assert [words for words in ("Triton", "badam", "reward models") if words in out] == noted
 
 
 def test_a_model_of_images_is_judged_as_one_of_text_where_its_rows_have_none(capsys: Any) -> None:

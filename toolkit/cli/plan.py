@@ -59,7 +59,7 @@ def plan(
         raise ToolkitError("MODEL is missing", hint="a hub id, a folder or a config.json; or `--config FILE`")
     model = _with_demo(model)
     try:
-        request, compared = _calibrated(partial(plan_request, model), options)
+        request, compared = _calibrated(partial(plan_request, model), _as_stored(model, options))
     except ToolkitError as error:
         if is_of_file and model in error.message:
             error.hint = f"{error.hint}; `toolkit plan MODEL --config {options.config}` plans another model"
@@ -104,7 +104,7 @@ def recommend(model: ModelName, options: RecommendOptions, as_json: JsonOutput =
     from toolkit.simulate.stage_plans import best_pipeline_layout, layout_json, layout_lines
 
     model = _with_demo(model)
-    request, compared = _calibrated(partial(recommend_request, model), options)
+    request, compared = _calibrated(partial(recommend_request, model), _as_stored(model, options))
     presets = [load_preset(name) for name in dict.fromkeys(options.preset)] or list_presets()
     price = options.price_per_gpu_hour
     cost = Cost(work=work_of(options, request.job, model), prices={} if price is None else {ANY_GPU: price})
@@ -133,6 +133,14 @@ def _with_demo(model: str) -> str:
     from toolkit.demo.assets import with_demo_inputs
 
     return with_demo_inputs(("--model_name_or_path", model))[1]
+
+
+def _as_stored(model: str, options: Options) -> Options:
+    from toolkit.models.read_model import stored_in_4bit
+
+    is_given = options.load_in_4bit or getattr(options, "load_in_8bit", None)
+    is_trained = options.lora_r is not None and not is_given and stored_in_4bit(model)
+    return replace(options, load_in_4bit=True) if is_trained else options
 
 
 def _calibrated(request_of: Callable[[Options], Request], options: Options) -> tuple[Request, ComparedRun | None]:

@@ -122,12 +122,13 @@ def find_gpu(name: str) -> Gpu:
     key = _key(name)
     words = _words(name)
     meant = [gpu.name for gpu in GPUS if words and _words(gpu.name)[: len(words)] == words]
+    meant = [each for each in meant if _variant(_key(each)) == _variant(key)]
     if meant:
         raise ToolkitError(f"{name!r} may be {' or '.join(meant)}", hint=f"name one, as in `--gpu {meant[0]}`")
     # Another number is another card, and so is another first letter: `p100` is no `h100`.
     # A `ti` or `super` is another one too.
     same = [other for other in _BY_KEY if _digits(other) == _digits(key) and other[0] == key[:1]]
-    same = [other for other in same if other.endswith(("ti", "super")) == key.endswith(("ti", "super"))]
+    same = [other for other in same if _variant(other) == _variant(key)]
     close = nearest(key, same)
     guess = f"did you mean `{_BY_KEY[close].name}`? " if close else ""
     raise ToolkitError(
@@ -227,6 +228,11 @@ def _key(name: str) -> str:
 
 def _digits(key: str) -> str:
     return re.sub(r"\D", "", key.replace("o", "0"))  # a letter O is a typing error
+
+
+def _variant(key: str) -> str:
+    found = re.search(r"(?:ti|super)+", key)
+    return found[0] if found else ""
 
 
 def _words(name: str) -> list[str]:

@@ -344,7 +344,7 @@ def config_path(model: str, *, known: bool = True) -> Path:
             )
         return known_models()[name]
     if twin is not None:
-        in_4bit = "; its 4-bit weights are planned with `--load-in-4bit`" if "4bit" in model.lower() else ""
+        in_4bit = "; its 4-bit weights are planned with `--lora-r 16`" if stored_in_4bit(model) else ""
         by_name = " is not here, and is planned by its name," if is_path else ": planned"
         _say_once(f"{model}{by_name} with the configuration of {twin}{in_4bit}")
         return known_models()[twin]
@@ -379,6 +379,11 @@ def _kind_by_name(name: str) -> str | None:
     """What a hub id says of its model, without its owner: `bartowski` has quantized copies, and no BART."""
     short = name.lower().rpartition("/")[2]
     return next((kind for kind, words in MODEL_TYPES["words_of_hub_ids"].items() if re.search(words, short)), None)
+
+
+def stored_in_4bit(model: str) -> bool:
+    """Return True for a model whose name says that its weights are in 4 bits: adapters alone are trained on them."""
+    return "4bit" in model.lower()
 
 
 def model_and_gpu(model: str, find_gpu: Callable[[], Gpu]) -> tuple[ModelShape, Gpu]:

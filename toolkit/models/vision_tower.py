@@ -44,12 +44,15 @@ def check_image_tokens(shape: ModelShape, image_tokens: int, row_tokens: int) ->
     if image_tokens > row_tokens:
         message = f"--image-tokens is {image_tokens:,}, and a row has {row_tokens:,} tokens, images included"
         raise ToolkitError(message, hint=f"`--max-seq-length {image_tokens + 256}` leaves 256 for the text")
-    if reason := MODEL_TYPES["other_towers"].get(shape.model_type):
-        message = f"--image-tokens: {shape.model_type} is not planned with images: {reason}"
-        raise ToolkitError(message, hint="without it, rows of text are planned; `toolkit rehearse` measures others")
-    if not any(map(is_of_images, shape.outer)):
-        message = f"{shape.model_type} has no encoder of images, which --image-tokens and --freeze-vision-tower are for"
-        raise ToolkitError(message, hint="leave them out")
+    if reason := why_without_images(shape):
+        hint = "leave out --image-tokens and --freeze-vision-tower: rows of text are planned"
+        raise ToolkitError(f"{shape.model_type} is not planned with images: {reason}", hint=hint)
+
+
+def why_without_images(shape: ModelShape) -> str | None:
+    """Return why no images are planned for a model; None where they are."""
+    reason = MODEL_TYPES["other_towers"].get(shape.model_type)
+    return reason or (None if any(map(is_of_images, shape.outer)) else "it has no encoder of images")
 
 
 def saved_per_token(shape: ModelShape, *, autocast: bool, lora_r: int | None, recomputes: bool) -> int:

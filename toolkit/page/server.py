@@ -72,7 +72,7 @@ def page_html(*, served: bool = False, sizes: Mapping[str, int] | None = None, c
         generating=[name for name, spec in METHODS.items() if spec.num_generations],  # no tokens are counted for them
         optimizers=[each for each in OPTIMIZERS if each not in OF_SCRIPTS],  # it recommends, too
         losses=LOSSES,
-        defaults=replace(PlanOptions(), optim=DEFAULT_OPTIMIZER),
+        defaults=replace(PlanOptions(), optim=DEFAULT_OPTIMIZER, loss=LOSSES[0]),
         sizes=json.dumps(dict(sizes or {})),
         commit=commit,
         docs=docs,

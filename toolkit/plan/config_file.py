@@ -4,6 +4,7 @@ A setting that decides memory or speed is used, or listed as not used; one that 
 that names the option to give (convert/tables/plan.yaml).
 """
 
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
@@ -20,12 +21,14 @@ from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import is_file
 from toolkit.job.argument_aliases import ALIASES, canonical_values
 from toolkit.job.argument_reading import CONFIG_SUFFIXES, argument_types
-from toolkit.job.argument_values import Range, check_range, check_type, is_true
+from toolkit.job.argument_values import Range, check_range, check_type, check_word, is_true
 from toolkit.job.job import Job
 from toolkit.models.optimizers import OF_SCRIPTS
 from toolkit.plan.methods import METHODS, SFT, Method
 from toolkit.plan.options import PlanOptions
 from toolkit.plan.planned_job import PLANNED_ARGUMENTS, PlannedJob
+from toolkit.plan.programs import PROGRAMS
+from toolkit.versions import version_numbers
 
 # Settings of methods other than SFT, by the names of the options; a command has them as text.
 METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -33,9 +36,7 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("num_generations", "max_completion_length"), ("int", int)),
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
-CHOSEN = ("accumulate", "activation_checkpointing", "loss", "use_liger_kernel")  # by `PlannedJob.of`
-# transformers' own loss, without Liger: all logits of a micro-batch at once. TRL's is chunked (trainer/sft_trainer.py).
-FULL_LOSS_TOOLS = ("axolotl", "LLaMA-Factory")
+CHOSEN = ("accumulate", "activation_checkpointing", "use_liger_kernel")  # by `PlannedJob.of`
 SWIFT = "ms-swift"
 SWIFT_KEYS = (
     *("tuner_type", "train_type", "lora_rank", "quant_bits", "quant_method", "deepspeed", "rlhf_type", "adapter"),
@@ -49,6 +50,11 @@ MOST_MISSPELT = 2  # settings of a file that we do not have, above which it is n
 MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "do_train")
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
+# ms-swift's GRPO (4.5.2, arguments/rlhf_args.py and rlhf_trainers/args_mixin.py); its `max_length` is the prompt's.
+SWIFT_GENERATION = {"beta": 0.04, "max_completion_length": 512, "vllm_gpu_memory_utilization": 0.9}
+# Settings of a vLLM on GPUs of its own; `vllm_device` is of TRL below 0.18, whose next version is pinned by Open-R1.
+COLOCATES_SINCE = (1, 0)  # TRL, without `vllm_mode` (huggingface/trl#5255)
+VLLM_ELSEWHERE = ("vllm_device", "vllm_server_host", "vllm_server_base_url", "pinned_trl")
 # Fields of peft's LoraConfig with which other weights are trained than adapters of one rank.
 MORE_THAN_ADAPTERS = (
     *("modules_to_save", "target_parameters", "layer_replication", "rank_pattern", "layers_to_transform"),
@@ -58,7 +64,7 @@ MORE_THAN_ADAPTERS = (
 EXAMPLES = {
     **{"attn_implementation": " sdpa", "load_in_4bit": "", "fp8": "", "lora_target_modules": " NAME", "method": " sft"},
     **{"load_in_8bit": "", "optim": " adamw_torch_fused", "preset": " zero3"},
-    **{"activation_checkpointing": "", "lora_r": " 16"},
+    **{"activation_checkpointing": "", "cp": " N --preset cp --no-packing --attn-implementation sdpa"},
 }
 # Where a file says what is trained, and the rank of its adapters; `v1` is LLaMA-Factory's format under examples/v1.
 ADAPTERS = {
@@ -88,6 +94,8 @@ class _Source(NamedTuple):
     options: Mapping[str, Any] = {}
     """What a file of ms-swift says in options of `toolkit plan`; its values are then our training arguments."""
     unused: Collection[str] = ()
+    method_values: Mapping[str, Any] = {}
+    """The settings of ms-swift in TRL's words."""
 
 
 def configured_plan(file: Path, model: str | None, options: PlanOptions, *, given: Collection[str]) -> ConfiguredPlan:
@@ -97,8 +105,9 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     file that cannot be read, that trains something else than text, that names no model where the command line names
     none, and for a setting that decides the plan and is not planned.
     """
+    check_word("--method", options.method, list(METHODS))
     source = _read(file, model, options, given)
-    program, values, conversion, method, theirs, _ = source
+    program, values, conversion, method, theirs, *_ = source
     job = Job.from_values(values if conversion is None else conversion.arguments)
     optim = options.optim if "optim" in given else str(values.get("optimizer")) if program == "axolotl" else ""
     job = job.with_values(optim=optim) if "optim" in given or optim in OF_SCRIPTS else job
@@ -114,19 +123,21 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     found |= {"num_train_epochs": job.value("num_train_epochs") or 3.0, "max_steps": job.value("max_steps")}
     data = [Path(name) for name in job.dataset if is_file(Path(name))] if isinstance(job.dataset, tuple) else []
     if method != SFT:
-        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": "chunked", "packing": False}
-        found |= _method_options(source, method, lora=job.lora_r is not None or "lora_r" in given)
+        found |= {"method": method, "use_liger_kernel": job.use_liger_kernel, "loss": None, "packing": False}
+        found |= _method_options(source, options, given, lora=job.lora_r is not None or "lora_r" in given)
         if "max_completion_length" in found and "max_seq_length" not in given:
-            prompt = values.get("max_prompt_length") or (values.get("sequence_len") if program == "axolotl" else None)
+            prompt = (source.method_values or values).get("max_prompt_length")
+            prompt = prompt or (values.get("sequence_len") if program == "axolotl" else None)
             check_type("max_prompt_length", prompt, "int | None")
             found["max_seq_length"] = int(prompt or PROMPT_TOKENS) + int(found["max_completion_length"])
             note = note if prompt else f", prompts of {PROMPT_TOKENS} tokens (`--max-seq-length` has both)"
+        note += ", vLLM on GPUs of its own" if found.get("vllm") == "server" else ""
     if len(data) == 1 and not planned.packing:  # packed rows are counted only if they are asked for
         found |= {"dataset": data[0], "column": tuple("=".join(each) for each in (job.column or {}).items())}
     targets = planned.value("optim_target_modules")
     found |= {"optim_args": job.optim_args, "optim_target_modules": [targets] if isinstance(targets, str) else targets}
     found |= {"dora": True} if planned.numerics.dora else {}
-    described = f"{file}: {SWIFT if theirs else 'our training arguments'}"
+    described = f"{file}: {SWIFT if theirs else 'our training arguments'}{note}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
@@ -138,7 +149,9 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
             named = "the file names no DeepSpeed or FSDP"
         why = "" if named is None else f" ({named})"
         preset = f"preset {conversion.preset}{why}" if has_preset else "no preset: `--preset`"
-        described = f"{file}: {conversion.tool}, {preset}, {f'{loss} loss' if method == SFT else method}{note}"
+        preset = f"preset {', '.join(options.preset)} (as given)" if "preset" in given else preset
+        loss = f"{options.loss if 'loss' in given else loss or PROGRAMS[str(program)].loss} loss"
+        described = f"{file}: {conversion.tool}, {preset}, {loss if method == SFT else method}{note}"
     if job.global_batch_size is not None and "gradient_accumulation_steps" not in given:
         described += "; its global_batch_size is not read: `--gradient-accumulation-steps`"
     described += f"\nnot used: {', '.join(dict.fromkeys(not_used))}" if not_used else ""
@@ -285,8 +298,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
             refused[option] = f"{key} {shown(values[key])}", True
     for option, (what, is_refused) in refused.items():
         if is_refused and option not in given:
-            hint = f"`--{option.replace('_', '-')}{EXAMPLES.get(option, ' N')}` plans that instead"
-            raise ToolkitError(f"{file}: {what} is not planned", hint=hint)
+            raise ToolkitError(f"{file}: {what} is not planned", hint=_instead(option, what.rpartition(" ")[2]))
     for key, argument in table.items():
         if values.get(key) is not None and argument not in given and (key != "target_modules" or tuner != "full"):
             value = values[key]
@@ -296,15 +308,18 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
                 )
             ours |= canonical_values({argument: typed(argument, SWIFT_WORDS.get(str(value), value))})
     method = options.method if "method" in given else METHOD_WORDS.get(*[str(values.get("rlhf_type") or SFT)] * 2)
-    if method not in METHODS:
-        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint="`--method NAME`")
+    _check_method(method, file)
     named = values.get("deepspeed")
     preset = preset_of_deepspeed(named, file).preset if named else "ddp"
     numerics = {"load_in_8bit": True} if bits == "8" and "load_in_4bit" not in given else {}
     if "lora_r" in ours and not ours.get("load_in_4bit") and values.get("torch_dtype") == "float32":
         numerics["fp32_base"] = True
     unused = [key for key in values if key not in table and _is_listed(key)]
-    return _Source(None, ours, None, method, {"program": SWIFT, "preset": (preset,), **numerics}, unused)
+    sleeps = str(values.get("sleep_level") or 0) != "0"
+    named = {"max_prompt_length": values.get("max_length"), "vllm_enable_sleep_mode": sleeps}
+    in_trls_words = (SWIFT_GENERATION if METHODS[method].num_generations else {}) | values | named
+    found = {"program": SWIFT, "preset": (preset,), **numerics}
+    return _Source(None, ours, None, method, found, unused, in_trls_words)
 
 
 def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
@@ -324,10 +339,14 @@ def _method(program: str, values: Mapping[str, Any], file: Path) -> str:
             raise ToolkitError(f"{file} has settings of several of TRL's methods", hint=hint)
         return (named or methods)[0]
     method = METHOD_WORDS.get(word or SFT, word or SFT)
-    if method not in METHODS:
-        hint = f"`--method NAME` plans {', '.join(METHODS)}"
-        raise ToolkitError(f"{file} trains with {shown(word)}, which is not planned", hint=hint)
+    _check_method(method, file)
     return method
+
+
+def _check_method(method: str, file: Path) -> None:
+    if method not in METHODS:
+        hint = f"`--method {SFT}` plans that instead; or {', '.join(name for name in METHODS if name != SFT)}"
+        raise ToolkitError(f"{file} trains with {shown(method)}, which is not planned", hint=hint)
 
 
 def _is_among(key: str, names: Collection[str]) -> bool:
@@ -351,9 +370,16 @@ def _checked(file: Path, source: _Source, job: Job, numerics: Collection[str], g
         if option is None or option in given:
             yield key if option is None else f"{key} (--{option.replace('_', '-')} is given)"
         else:
-            example = f" {job.lora_r}" if option == "lora_r" and job.lora_r else EXAMPLES.get(option, " N")
-            hint = f"`--{option.replace('_', '-')}{example}` plans that instead"
-            raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=hint)
+            value = job.lora_r if option == "lora_r" else key.rpartition(" ")[2]
+            raise ToolkitError(f"{file}: {key} is not planned: {why}", hint=_instead(option, value))
+
+
+def _instead(option: str, value: object) -> str:
+    """The hint for an option in the place of a setting; its `value` stands for N where it is a number."""
+    number = str(value) if str(value).isdigit() else None
+    example = EXAMPLES.get(option, " N")
+    example = f" {number or 16}" if option == "lora_r" else re.sub(r" N\b", f" {number or 'N'}", example)
+    return f"`--{option.replace('_', '-')}{example}` plans that instead"
 
 
 def _not_converted(source: _Source, numerics: Collection[str]) -> Iterator[tuple[str, str | None, str]]:
@@ -480,11 +506,12 @@ FP8_SETTINGS = ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather")
 PRECISIONS = ("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "fp8")
 
 
-def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
-    """The loss function, and words about it."""
+def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str | None, str]:
+    """The loss function, and words about it; None: the program's own."""
     program, values, conversion = source[:3]
+    own = None if planned.loss == "chunked" and job.loss == "auto" else planned.loss
     if conversion is None:
-        return planned.loss, ""
+        return own, ""
     plugins = values.get("plugins") or []
     if CUT_CROSS_ENTROPY in plugins and is_true(values.get("cut_cross_entropy", True)):
         return "fused", " (cut cross entropy, planned as Liger's)"
@@ -500,21 +527,30 @@ def _loss(source: _Source, job: Job, planned: PlannedJob) -> tuple[str, str]:
         return ("fused", "") if planned.loss == "fused" else old
     if program == "axolotl" and is_true(values.get("chunked_cross_entropy") or False):
         return "chunked", ""
-    return ("full" if planned.loss == "chunked" and conversion.tool in FULL_LOSS_TOOLS else planned.loss), ""
+    return own, ""
 
 
-def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, Any]:
+def _method_options(source: _Source, options: PlanOptions, given: Collection[str], *, lora: bool) -> dict[str, Any]:
     """The settings of a method that decide memory, as TRL's DPOConfig, GRPOConfig and others have them."""
-    program, values = source[:2]
+    program, method, values = source.program, source.method, source.method_values or source.values
     if program == "axolotl":
         trl, vllm = (block_of(values, name, "the file") for name in ("trl", "vllm"))
-        values = {**values, **trl, "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization")}
+        served = {
+            "vllm_server_host": vllm.get("host"),
+            "vllm_gpu_memory_utilization": vllm.get("gpu_memory_utilization"),
+        }
+        values = {**values, **served, **trl}
     beta = values.get("rl_beta") if program == "axolotl" else values.get("pref_beta")
     values = {**values, "beta": beta} if beta is not None else values
-    uses_vllm = is_true(values.get("use_vllm") or False)
-    found: dict[str, Any] = {"vllm": str(values.get("vllm_mode") or "colocate")} if uses_vllm else {}  # TRL's default
+    values = {**values, **{name: getattr(options, name) for name in METHOD_SETTINGS if name in given}}
+    former = program_schema("trl").former.items() if program == "trl" else ()
+    of_before = [name for name, version in former if version_numbers(version)[:2] <= COLOCATES_SINCE and name in values]
+    mode = "server" if of_before or any(values.get(name) for name in VLLM_ELSEWHERE) else "colocate"
+    mode = str(values.get("vllm_mode") or mode) if is_true(values.get("use_vllm") or False) else "none"
+    mode = str(options.vllm) if "vllm" in given else mode
+    found: dict[str, Any] = {} if mode == "none" else {"vllm": mode}
     for name, (annotation, read) in METHOD_SETTINGS.items():
-        if values.get(name) is not None and (uses_vllm or not name.startswith("vllm")):
+        if values.get(name) is not None and (mode == "colocate" or not name.startswith("vllm")):
             check_type(name, values[name], annotation)
             found[name] = read(values[name])
     if METHODS[method].num_generations:
@@ -523,6 +559,6 @@ def _method_options(source: _Source, method: str, *, lora: bool) -> dict[str, An
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32") if program == "trl" else "bfloat16"
     found = {name: value for name, value in found.items() if name in METHODS[method].options}
     has_reference = "ref_dtype" in METHODS[method].options and Method(method=method, **found).has_reference(lora=lora)
-    if dtype in ("bfloat16", "auto") and program is not None and has_reference:
+    if dtype in ("bfloat16", "auto") and (program or source.method_values) and has_reference:
         found["ref_dtype"] = "bfloat16"
     return found

@@ -135,7 +135,7 @@ class PlanOptions(JobAndGpuOptions):
     lora_target_modules: Annotated[
         tuple[str, ...], Option(help="names of the linear layers that get an adapter; repeatable; by default all")
     ] = ()
-    packing: Annotated[bool, Option("--packing", help="pack rows to full length")] = False
+    packing: Annotated[bool, switch("packing", "pack rows to full length")] = False
     async_save: Annotated[
         bool, Option("--async-save", help="checkpoints are written during training, from a copy in host memory")
     ] = False
@@ -143,8 +143,12 @@ class PlanOptions(JobAndGpuOptions):
         str | None, Option(help="attention of packed rows; auto (the default): no mask where the model allows it")
     ] = None
     loss: Annotated[
-        str, Option(help="chunked, full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16")
-    ] = "chunked"
+        str | None,
+        Option(
+            help="chunked (ours), full, fused (Liger), cut, chunked_output (torchtune), upcast (2024), or bf16;"
+            " default: the program's"
+        ),
+    ] = None
     program: Annotated[
         str | None,
         Option(

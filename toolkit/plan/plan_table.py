@@ -10,6 +10,7 @@ from toolkit.hardware.gpu_table import GIGA
 from toolkit.models.job_weights import FP32_BYTES, job_weights
 from toolkit.models.optimizers import DEFAULT_OPTIMIZER
 from toolkit.models.read_model import is_checked
+from toolkit.models.vision_tower import why_without_images
 from toolkit.plan.candidates import PlannedModel, candidate_of, host_assumption, sharding
 from toolkit.plan.finish import EXPECT, NO_COST, Cost, ends_text
 from toolkit.plan.measured_by_others import measured_line, nearest_row
@@ -95,7 +96,7 @@ def plan_lines(answer: PlanAnswer, *, parts: bool = False) -> Iterator[str]:
     yield f"GiB per GPU{memory}: planned, and the most that is possible. {SPEEDS}."
     if any(plan.speed.without_generation for plan in plans if plan.speed):
         yield f"tokens/s: without {NO_GENERATION}."
-    kinds = ("", "full" if job.lora_r is None else "lora", job.method.method)
+    kinds = ("" if job.lora_r is None else "lora", "", job.method.method)
     yield from (f"Not planned: {note}." for note in numerics_notes(job.numerics, kinds))
     # what `compute_metrics` would need, where nothing says whether another program has one
     if job.evaluation is not None and job.numerics.program != TOOLKIT and not job.eval_rows:
@@ -242,8 +243,10 @@ def images_text(request: PlannedModel) -> str:
     """Return how many tokens are planned as images, or that none are; empty for a model of text."""
     job = request.job
     if not job.image_tokens:
-        is_said = job.image_tokens == 0 or not request.shape.num_tower_params
-        return "" if is_said else "text only: `--image-tokens` plans images, and 0 says that there are none"
+        if job.image_tokens == 0 or not request.shape.num_tower_params:
+            return ""
+        reason = why_without_images(request.shape)
+        return f"text only: {reason or '`--image-tokens` plans images, and 0 says that there are none'}"
     shape, targets = request.shape, job.lora_target_modules
     weights = job_weights(shape, job.lora_r, lora_target_modules=targets, frozen_tower=job.freeze_vision_tower)
     return f"{job.image_tokens:,} of images, their encoder {'trained' if weights.trains_tower else 'frozen'}"

@@ -131,7 +131,7 @@ class PlannedJob(Job):
             given["other"] = {"optim_target_modules": targets if len(targets) > 1 else targets[0]}
         method, lora = Method.from_options(options), given.get("lora_r") is not None
         numerics = numerics_of(options, method=method.method, lora=lora, in_4bit=bool(given.get("load_in_4bit")))
-        if given.get("loss", "chunked") == "chunked":
+        if "loss" not in given:
             ours = PROGRAMS[numerics.program].loss if method.method == SFT else "chunked"
             given["loss"] = "fused" if given.get("use_liger_kernel") else ours
         not_given = tuple(name for name in OPEN_OPTIONS if getattr(options, name, None) is None and name not in given)

@@ -89,7 +89,7 @@ class Program:
     any_attention: bool = False
     """Where nothing names an attention function, some versions and models have the eager one."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What is not planned, by the jobs that have it: `lora`, `full`, a method's name, or `` for all."""
+    """What is not planned, by the jobs that have it: `lora`, a method's name, or `` for all."""
 
 
 _NONE: Mapping[str, Any] = {}
@@ -122,7 +122,6 @@ PROGRAMS: Mapping[str, Program] = {
         numerics={"peft_input_cast": True},
         method_loss=dict.fromkeys(("dpo", "kto", "orpo", "simpo"), "log_softmax"),
         notes={
-            "full": "`use_badam`, layerwise GaLore and APOLLO: their states are less than AdamW's 8 bytes",
             "reward": "the logits that its reward models make too: 8 bytes per token and vocabulary entry",
         },
         any_attention=True,

@@ -99,6 +99,7 @@ def rehearsal_command(candidate: Candidate) -> str | None:
         return None
     module = f"trl.scripts.{method.method}" if program == "trl" and method.spec.trainer is None else None
     module = MODULES.get(program, module)
+    module = "swift.cli.rlhf" if program == "ms-swift" and method.method != SFT else module
     script = "--script SCRIPT" if module is None else f"--module {module}"
     return f"toolkit rehearse --preset {preset.name} --num-processes {size}{flag} {script} -- ARGUMENTS"
 
