@@ -36,6 +36,12 @@ def test_a_call_has_the_options_of_its_continued_lines_and_the_most_nodes_of_a_r
             {"lr": "2"},
             True,
         ),
+        (
+            "B=2\nG=$((64/(B*4)))\ntorchrun t.py --a $G --b $((8 % 3)) --c $(expr 16 / $B) --d $((1/0)) --e $((N*2))\n",
+            "t.py",
+            {"a": "8", "b": "2", "c": "8", "d": "$((1/0))", "e": "$((N*2))"},
+            True,
+        ),
         ("accelerate-launch --quiet t.py --a 'b; c' && echo --d\n", "t.py", {"a": "b; c"}, True),
     ],
 )

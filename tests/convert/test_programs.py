@@ -52,12 +52,17 @@ def test_the_length_of_an_older_trl_is_converted_and_not_left_out(tmp_path: Path
     assert conversion.not_converted == []
 
 
-@pytest.mark.parametrize(("text", "tool"), [(SWIFT, "ms-swift"), ("model: {_component_: x}\n", "torchtune")])
-def test_a_file_that_has_no_converter_is_named_with_the_next_command(text: str, tool: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "tool", "words"),
+    [(SWIFT, "ms-swift", "--config "), ("model: {_component_: x}\n", "torchtune", "MODEL")],
+)
+def test_a_file_that_has_no_converter_is_named_with_the_next_command(
+    text: str, tool: str, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     with pytest.raises(ToolkitError, match=f"is a file of {tool}, which is not read") as refused:
         convert_file(tmp_path / "theirs.yaml")
-    assert "`toolkit plan MODEL" in str(refused.value.hint)
+    assert f"`toolkit plan {words}" in str(refused.value.hint)
 
 
 @pytest.mark.nightly

@@ -32,7 +32,7 @@ REFUSED = [
     ("{train} --preset {here}/axolotl.yaml", "{here}/axolotl.yaml: unknown key 'base_model'", "a file of axolotl: "),
     ("{train} -- {here}/trl.yaml", "{here}/trl.yaml: unknown key 'use_peft'", "a file of TRL: `toolkit train --module"),
     ("{train} -- {here}/swift.yaml", "{here}/swift.yaml: unknown key 'model'",
-     "a file of ms-swift, which is not read: `toolkit plan MODEL`; `toolkit train --module swift.cli.sft"),
+     "a file of ms-swift: `toolkit plan --config {here}/swift.yaml`; `toolkit train --module swift.cli.sft"),
     ("{compare} --preset ddp -- {here}/axolotl.yaml", "{here}/axolotl.yaml: unknown key", "a file of axolotl: "),
     ("train --cpu --module trl.scripts.sft -- --dataset_name demo", "--dataset_name demo: TRL reads no rows",
      "name a data set in a format of TRL's"),

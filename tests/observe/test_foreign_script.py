@@ -323,7 +323,7 @@ def test_trls_scripts_are_verified_under_a_preset(script: str, preset: str, tiny
         (["no-such.py"], "script no-such.py does not exist", "a Python file, by its path from /"),
         (["."], "script . is a folder", "a Python file, by its path from"),
         (["bad.py"], "script bad.py is not Python, line 1: ", "`python"),
-        (["-m", "no.such.module"], "there is no module 'no.such.module'", "a script is named by its path"),
+        (["-m", "no.such.module"], "there is no module 'no.such.module'", "install its package in"),
         (["--require", "zero4", "good.py"], "unknown preset 'zero4'", "did you mean `zero3`?"),
         (["--require", "shardng=full_shard", "good.py"], "--require shardng=full_shard: no reading", "did you mean `s"),
         (["--require", "attention=flesh", "good.py"], "--require attention=flesh: attention never", "did you mean `fl"),

@@ -199,6 +199,20 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("ours.yaml", OURS, SIZES | {"preset": (), "loss": None} | OURS_ALONE),
         ("run.sh", FACTORY_COMMAND, SIZES | {"preset": ("zero2",), "lora_r": 16, "loss": None}),
         ("run.sh", "llamafactory-cli train factory.yaml", SIZES | {"preset": ("ddp",), "lora_r": 8, "loss": "fused"}),
+        ("run.sh", "llamafactory-cli train factory.yaml learning_rate=1e-5 cutoff_len=4096", {"max_seq_length": 4096}),
+        ("run.sh", "export NPROC_PER_NODE=8\nllamafactory-cli train factory.yaml", {"num_processes": (8,)}),
+        ("run.sh", "N=4\nNPROC_PER_NODE=$N llamafactory-cli train factory.yaml", {"num_processes": (4,)}),
+        ("run.sh", f"torchrun --nnodes 2 --nproc_per_node=${{N:-8}} -m trl.scripts.dpo {ROWS}",
+         {"num_processes": (16,)}),
+        ("run.sh", f"torchrun --nproc_per_node=gpu sft.py {ROWS}", {"num_processes": (), "program": "trl"}),
+        ("run.sh", "torchrun --nproc_per_node 2 src/train.py factory.yaml",
+         {"num_processes": (2,), "program": "llama-factory"}),
+        ("run.sh", "accelerate launch --num_processes 4 -m axolotl.cli.train axolotl.yml --micro-batch-size 3",
+         {"num_processes": (4,), "per_device_train_batch_size": 3, "preset": ("zero3",), "program": "axolotl"}),
+        ("run.sh", "accelerate launch scripts/run_dpo.py dpo/t.yaml --beta=0.3",
+         {"method": "dpo", "beta": 0.3, "program": "trl"}),
+        ("run.sh", "M=${1:-'MODEL'}\nN=${2:-4}\nG=$((64/($N*2)))\ntrl sft --model_name_or_path $M"
+         " --gradient_accumulation_steps $G", {"gradient_accumulation_steps": 8}),
         ("a.yaml", f"{AXOLOTL}peft_use_dora: true\n", {"dora": True}),
         ("l.yaml", f"{LLAMA_FACTORY}use_dora: true\n", {"dora": True}),
         ("ours.yaml", f"{OURS}lora_config: [use_dora=true]\n", {"dora": True}),
@@ -244,6 +258,10 @@ def test_what_a_file_trains_its_loss_and_its_numerics_are_planned(
     (tmp_path / "dpo").mkdir()
     (tmp_path / "zero2.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
     (tmp_path / "factory.yaml").write_text(LLAMA_FACTORY)
+    (tmp_path / "axolotl.yml").write_text(AXOLOTL)
+    (tmp_path / "dpo" / "t.yaml").write_text(
+        "model_name_or_path: MODEL\ndataset_name: a/b\nbeta: 0.2\nmax_length: 64\n"
+    )
     options = planned(tmp_path, name, text)
     assert {key: getattr(options, key) for key in expected} == expected
 
@@ -486,3 +504,24 @@ def test_a_quantization_that_trl_hands_to_the_loader_is_refused_with_its_option(
     with pytest.raises(ToolkitError, match=r"model_init_kwargs\.quantization_config") as caught:
         configured_plan(tmp_path / "sft.yaml", None, PlanOptions(), given=[])
     assert "--load-in-4bit" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        (f"torchrun --nnodes=2 --nproc_per_node=8 train.py {ROWS} --fsdp 'full_shard auto_wrap'",
+         "plan MODEL --program trainer --preset fsdp2 --num-processes 16 --per-device-train-batch-size 2 "),
+        (f"python qlora.py {ROWS} --bits 4 --source_max_len 16 --target_max_len 512",
+         "--max-seq-length 528 --load-in-4bit`"),
+        ("python prepare.py --model b\ndeepspeed finetune.py --base_model a --micro_batch_size 2",
+         "plan a --program trainer --preset ddp --per-device-train-batch-size 2 "),
+        ("torchrun train.py mine.yaml", "plan --config mine.yaml`"),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_script_that_is_not_known_are_planned_by_their_options(
+    command: str, instead: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(command)
+    with pytest.raises(ToolkitError) as refused:
+        configured_plan(tmp_path / "run.sh", None, PlanOptions(), given=())
+    assert instead in str(refused.value.hint)

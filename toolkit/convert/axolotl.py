@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.convert.draft import Conversion, Draft, block_of, load_dialect
-from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_strategy
+from toolkit.convert.sources import NamedData, named_data, row_fields_reason, set_datasets, take_launch
 from toolkit.data.formats import SHAREGPT_ROLES
 from toolkit.errors import ToolkitError, shown
 from toolkit.installation import documentation_address
@@ -35,7 +35,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
         keys = (key for key in trackers if key != "wandb_project")
         draft.assign("report_to", sorted(set(trackers.values())), *keys)
     draft.set_defaults()
-    return draft.finish(preset=take_strategy(draft, file))
+    return draft.finish(preset=take_launch(draft, file))
 
 
 def _take_method(draft: Draft, file: Path) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
-from toolkit.convert.draft import PRESET, Conversion, plan_table
+from toolkit.convert.draft import PRESET, Conversion, Draft, load_dialect, plan_table
 from toolkit.convert.job_script import read_calls
 from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
-from toolkit.convert.sources import Choice, preset_of_accelerate, preset_of_deepspeed
+from toolkit.convert.sources import take_launch
 from toolkit.errors import ToolkitError, did_you_mean, shown, visible
 from toolkit.files.documents import read_configuration, read_text
-from toolkit.files.paths import find_file
 from toolkit.job.argument_reading import CONFIG_SUFFIXES
 from toolkit.units import KIB
 
@@ -29,6 +28,8 @@ MODULES = {
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 COMMON_COMMANDS = ("grpo", "dpo", "kto", "reward")  # of those that have the same settings
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
+MS_SWIFT = "ms-swift"  # which has no converter, and `toolkit plan` reads
+MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 A_SCRIPT = "a script"  # of one's own, in the table of what is not read
 WORDS = ("--preset", "--optim", "--method")
 A_METHOD = re.compile(r"(?<![a-z])(?:dpo|grpo|kto|orpo|simpo|rloo)(?![a-z])")  # in a script's name
@@ -82,47 +83,57 @@ def read_settings(
 
 def _no_command(text: str, path: Path) -> ToolkitError:
     """Return what to type where no program is known: of a script of one's own, what its words say."""
-    for call in read_calls(text):
-        if "per_device_train_batch_size" in call.arguments and call.script:
-            values = trl.named_arguments(call)
-            with contextlib.suppress(ToolkitError):
-                named = values.get("deepspeed")
-                values["preset"] = (preset_of_deepspeed(named, path) if named else _by_yaml(values, path)).preset
-            if method := A_METHOD.search(f"{path.name} {call.script}".lower()):
-                values["method"] = method[0]
-            message = f"{path} starts {cut(call.script)}: what its settings mean is in its own code"
-            return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
+    names = {name for key in plan_table()["unread"][A_SCRIPT] for name in re.split("[+=]", key)} | {*MODEL_NAMES}
+    calls = [(len(names & call.arguments.keys()), call) for call in read_calls(text) if call.script]
+    known, call = max(calls, key=lambda counted: counted[0], default=(0, None))
+    if call is not None and known:
+        values = trl.named_arguments(call)
+        with contextlib.suppress(ToolkitError):
+            draft = Draft(load_dialect("trl"), values)
+            values["preset"] = take_launch(draft, path)
+            values |= {"num_processes": draft.num_processes} if draft.num_processes else {}
+        if method := A_METHOD.search(f"{path.name} {call.script}".lower()):
+            values["method"] = method[0]
+        message = f"{path} starts {cut(str(call.script))}: what its settings mean is in its own code"
+        return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
+    file = next((word for _, call in calls for word in call.words if word.endswith(CONFIG_SUFFIXES)), None)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
-    return ToolkitError(f"{path} has no `trl`, `llamafactory-cli` or `swift` command", hint=hint)
-
-
-def _by_yaml(values: Mapping[str, Any], path: Path) -> Choice:
-    if (named := values.get("config_file")) is None:
-        return Choice("ddp")
-    file = find_file(str(named), path)
-    return Choice("") if file is None else preset_of_accelerate(read_configuration(file), file)
+    if file is not None:
+        hint = f"`toolkit plan --config {shlex.quote(file)}`, where that is a file of one of them"
+    return ToolkitError(f"{path} has no `trl`, `axolotl`, `llamafactory-cli` or `swift` command", hint=hint)
 
 
 def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
-    """Return the command that plans the job of a file of ms-swift or torchtune, with what is in the file."""
-    model = str(values.get("model_name_or_path", "$")) if program == A_SCRIPT else "$"
+    """Return the command that plans the job of a file that is not converted, with what is in the file."""
+    if program == MS_SWIFT:
+        runs = f"; `toolkit train --module {MODULES[MS_SWIFT]} {path}` runs it"
+        return f"`toolkit plan --config {path}`{runs if path.suffix in CONFIG_SUFFIXES else ''}"
+    model = next((str(values[name]) for name in MODEL_NAMES if isinstance(values.get(name), str)), "$")
     words = [f"toolkit plan {'MODEL' if '$' in model else shlex.quote(model)}"]
     words += {
         TORCHTUNE: ["--loss chunked_output"],
         A_SCRIPT: ["--program trl" if "method" in values else "--program trainer"],
     }.get(program, [])
     for key, flag in plan_table()["unread"][program].items():
-        value: Any = values
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        is_known = isinstance(value, int | str) and str(value).lower() not in ("false", "gkd", "ppo", "")
-        is_known &= flag in WORDS or value is True or str(value).isdigit() or flag in SWITCHES
+        names, _, only = key.partition("=")
+        parts = [_nested(values, name) for name in names.split("+")]
+        is_sum = len(parts) > 1 and all(str(each).isdecimal() for each in parts)
+        value = sum(map(int, parts)) if is_sum else parts[0] if len(parts) == 1 else None
+        is_known = isinstance(value, int | str) and str(value).lower() not in ("false", "")
+        is_known &= flag in WORDS or value is True or str(value).isdecimal() or flag in SWITCHES
+        is_known &= only in ("", str(value))
         if is_known and not any(word.startswith(flag) for word in words):
             words.append(flag if value is True or flag in SWITCHES else f"{flag} {shlex.quote(str(value))}")
     if program == A_SCRIPT and not any(word.startswith("--max-seq-length") for word in words):
         words.append("--max-seq-length 2048")
-    runs = f"; `toolkit train --module {MODULES['ms-swift']} {path}` runs it" if program == "ms-swift" else ""
-    return f"`{' '.join(words)}`{runs}"
+    return f"`{' '.join(words)}`"
+
+
+def _nested(values: Mapping[str, Any], key: str) -> Any:
+    value: Any = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def add_reader(error: ToolkitError, files: Collection[str]) -> None:
@@ -130,8 +141,8 @@ def add_reader(error: ToolkitError, files: Collection[str]) -> None:
     for file in (file for file in files if file.endswith(CONFIG_SUFFIXES) and file in error.message):
         with contextlib.suppress(ToolkitError):
             program = program_of(values := read_configuration(Path(file)))
-            if program is not None and program in plan_table()["unread"]:
-                error.hint = f"a file of {program}, which is not read: {flags_instead(program, values, Path(file))}"
+            if program is not None and program not in TOOLS:
+                error.hint = f"a file of {program}: {flags_instead(program, values, Path(file))}"
             elif program is not None:
                 tool = program_schema(program).tool
                 reads = f"; or `toolkit convert-config {file}`, `toolkit plan --config {file}`"

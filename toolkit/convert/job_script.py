@@ -9,11 +9,15 @@ Nothing is executed, and no more of the shell's grammar is read than quotes, com
 and variables that one line sets to plain text.
 """
 
+import ast
+import contextlib
 import functools
 import itertools
+import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +66,22 @@ _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)|(fi|done|esac)|else|el
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
 _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
+# A variable with a default, which is taken where the script does not assign it, and what bash computes.
+DEFAULT = re.compile(r"\"?\$\{\w+:?[-=][\"']?([^{}$\"']*)[\"']?\}\"?")
+_ARITHMETIC = re.compile(r"\$\((?:\(|expr\s)([\w\s${}()*/%+\\-]*?)\)\)?(?!\))")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
+}
+PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
+COUNT_VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 PREFIXED = ("dynamo_", "fp8_")  # how options begin that the YAML has in blocks of other keys
 PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
 # A variable that holds a program alone, or has it for a default, and the use of one.
 _PROGRAM = re.compile(r"(?m)^[ \t]*(\w+)=\W{0,4}(?:\w+:-)?(?:[\w./-]*/)?(swift|deepspeed|trl|axolotl)\W{0,3}$")
 _USED = re.compile(r"(\"?)\$\{?(\w+)(?:\[[@*]\])?\}?\1(?=[ \t])")
 MAX_LINES = 200  # of a command
+MAX_ARITHMETIC, MAX_DEPTH = 200, 5  # characters, and variables in a variable's
 # A command's lines, and those that a comment, or a backslash that is missing, has cut off.
 _AND_LOST = re.compile(r"[^\n]*(?:(?<=\\)\n[^\n]*|\n[ \t]*(?:\#|--\w)[^\n]*)*")
 _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
@@ -193,6 +207,40 @@ def read_calls(text: str) -> Iterator[LauncherCall]:
     """Yield every start of a program, by a launcher or by Python."""
     breaks, *_ = _scan(text)
     yield from _launches(text, tuple(itertools.pairwise([0, *breaks, len(text)])), 1)
+
+
+def with_exports(call: LauncherCall, text: str) -> LauncherCall:
+    """Return a call of a script with the lines in front of it that export variables, each with its text in place."""
+    exported = [line for line in text.split("\n")[: call.line - 1] if re.match(r"[ \t]*export[ \t]", line)]
+    variables = _variables(text)
+    before = _VARIABLE.sub(lambda found: variables.get(found[1] or found[2]) or found[0], call.before)
+    return replace(call, before="\n".join([*exported, before]))
+
+
+def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
+    """Return the number of processes that a launcher starts, where its options, or accelerate's YAML, say it."""
+    options, tool = call.options, call.tool
+    if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
+        included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
+        return len(included[1].split(",")) if included else None
+    visible = re.findall(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)\b", call.before)[-1:]
+    if tool == "deepspeed" and visible and not {"num-gpus", "hostfile", "exclude", "num-nodes"} & options.keys():
+        return len(visible[0].split(","))
+    if tool in PROCESSES_AND_NODES:
+        per_node, nodes = PROCESSES_AND_NODES[tool]
+        counts = [_count(options.get(per_node)), _count(options.get(nodes) or 1)]
+        return math.prod(map(int, filter(None, counts))) if all(counts) else None
+    if tool in ("swift", "llamafactory-cli"):
+        said = [re.findall(rf"\b{name}=[\"']?(\d+\b|[^\s\d])", call.before)[-1:] for name in COUNT_VARIABLES]
+        counts = [_count(each) for last in said for each in last]
+        return math.prod(map(int, filter(None, counts))) if said[0] and all(counts) else None
+    if tool == PYTHON:  # one, unless something else starts it on each rank
+        return None if re.search(r"\b(?:srun|mpirun|mpiexec|horovodrun|ray)\b", call.before) else 1
+    return _count(options.get("num-processes") or in_yaml)
+
+
+def _count(value: object) -> int | None:
+    return int(str(value)) if str(value).isdecimal() else None
 
 
 def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
@@ -339,7 +387,7 @@ def _variables(text: str, *, last_counts: bool = False) -> dict[str, str | None]
         elif escaped := _ESCAPED_STRING.fullmatch(value):  # in the string of `bash -c`
             value = escaped[1].replace("\\$", "$")
         value = re.sub(r"^\$\((?:dirname|pwd|realpath|git rev-parse)\b[^()]*\)(?=/)", "$PWD", value)
-        computed = r"`|(?<!=)\$\((?!\()" if found[4][:1] == "(" else r"`|\$\("  # of an array, as the value of a word
+        computed = r"`|(?<!=)\$\((?!\()" if found[4][:1] == "(" else r"`|\$\((?!\()"  # of an array, as a word's value
         plain = None if re.search(computed, value) or len(value) > 5000 else value.replace("\\\n", " ")
         if found[3]:
             plain = "$@" if found.start() in alternatives else plain  # words of one branch or of another
@@ -407,8 +455,10 @@ def _expanded(
 
     def text_of(found: re.Match[str]) -> str:
         value = variables.get(found[1] or found[2])
-        return found[0] if value is None else value
+        value = None if value is None else _computed(value, variables)
+        return found[0] if value is None or value.startswith("$((") else value  # the name says more than its sum
 
+    word = _computed(word, variables)
     for _ in range(3):
         new = _VARIABLE.sub(text_of, word)
         if (is_open and not new) or len(new) > 20_000:  # an empty word in quotes is one
@@ -422,6 +472,27 @@ def _expanded(
             return
         word = new
     yield word, begin, is_open and "$" in word
+
+
+def _computed(text: str, variables: Mapping[str, str | None], depth: int = 0) -> str:
+    """Put whole numbers in the place of arithmetic whose variables are known."""
+
+    def value(node: ast.AST) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if depth < MAX_DEPTH:
+                return int(DEFAULT.sub(r"\1", _computed(variables.get(name) or "", variables, depth + 1)))
+            case ast.BinOp(left=left, op=sign, right=right):
+                return _OPERATORS[type(sign)](value(left), value(right))
+        raise ValueError(node)
+
+    def number(found: re.Match[str]) -> str:
+        with contextlib.suppress(ValueError, KeyError, SyntaxError, ZeroDivisionError, RecursionError):
+            return str(value(ast.parse(re.sub(r"[${}\s\\]", "", found[1]).replace("/", "//"), mode="eval").body))
+        return found[0]
+
+    return _ARITHMETIC.sub(number, text) if "$(" in text and len(text) < MAX_ARITHMETIC else text
 
 
 def in_comment(text: str, offset: int) -> bool:

@@ -143,7 +143,7 @@ def take_launch(draft: Draft, file: Path) -> str:
         else:
             message = f"{file}: no such accelerate configuration: {name[:200]}"
             raise ToolkitError(message, hint="run this where the file is, or name a preset: `--preset`")
-    for key in draft.among("num_processes", "nproc_per_node"):
+    for key in draft.among("num_processes"):
         draft.num_processes = int(draft.number(key, 1))
         draft.use(key, by=NUM_PROCESSES)
     if chosen is None and draft.is_on("use_deepspeed"):

@@ -111,5 +111,6 @@ def _module_file(name: str) -> Path | None:
     finally:
         sys.path.pop(0)
     if found is None:
-        raise ToolkitError(f"there is no module {name[:80]!r}", hint="a script is named by its path, without `-m`")
+        hint = "install its package in this environment; a script is named by its path, without `-m`"
+        raise ToolkitError(f"there is no module {name[:80]!r}", hint=hint)
     return Path(found.origin) if found.has_location and found.origin is not None else None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import launcher_tables
+from toolkit.convert.job_script import launcher_tables, processes_of_call
 from toolkit.errors import ToolkitError, nearest
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
@@ -25,7 +25,7 @@ from toolkit.lint.named_files import (
 )
 from toolkit.lint.rules import settings
 from toolkit.lint.rules.settings import as_bool, as_float, as_int, is_without_trainer, names_json, shorten, trainer_of
-from toolkit.lint.rules.trainer import processes_of, processes_of_call
+from toolkit.lint.rules.trainer import processes_of
 
 _TABLE = read_table(__file__)
 OWNED_BY_TRAINER, DEFAULTS, SAME_AS = _TABLE["owned_by_trainer"], _TABLE["defaults"], _TABLE["same_as"]

@@ -4,9 +4,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from toolkit.convert.job_script import PYTHON, LauncherCall
+from toolkit.convert.job_script import processes_of_call, with_exports
 from toolkit.errors import nearest
 from toolkit.job.trainer_schema import trainer_schema
 from toolkit.lint.document import OUR_PROGRAMS, TRAINER, Document
@@ -22,9 +21,7 @@ FSDP2_SINCE = "5.10.0"  # the Trainer's default version of FSDP
 CHECKPOINTING_KWARGS = {"use_reentrant", "preserve_rng_state", "determinism_check", "context_fn", "debug", "early_stop"}
 ACCUMULATION_KWARGS = {"num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch"}
 GENERATION_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-PROCESSES_AND_NODES = {"torchrun": ("nproc-per-node", "nnodes"), "deepspeed": ("num-gpus", "num-nodes")}
 UNSLOTH = re.compile(r"^\s*(?:from|import) unsloth\b", re.MULTILINE)
-VARIABLES = ("NPROC_PER_NODE", "NNODES")  # of LLaMA-Factory and ms-swift
 
 
 @rule(ERROR, TRAINER, library="transformers", fix="what the message names", for_every_program=True)
@@ -119,31 +116,7 @@ def processes_of(doc: Document) -> int | None:
         return as_int(doc.get("num_processes"))
     if call is None or call.tool not in ("swift", "llamafactory-cli", "deepspeed"):
         return processes_of_call(call, in_yaml) if call else None
-    lines = (doc.command or doc).text.split("\n")[: call.line - 1]
-    exported = [line for line in lines if re.match(r"[ \t]*export[ \t]", line)]
-    return processes_of_call(replace(call, before="\n".join([*exported, call.before])))
-
-
-def processes_of_call(call: LauncherCall, in_yaml: object = None) -> int | None:
-    """Return the number of processes that a launcher starts, where its options, or accelerate's YAML, say it."""
-    options, tool = call.options, call.tool
-    if tool == "deepspeed" and ("include" in options or ("hostfile" in options and "num-nodes" not in options)):
-        included = re.fullmatch(r"[\w.-]+:(\d+(?:,\d+)*)", options.get("include") or "")
-        return len(included[1].split(",")) if included else None
-    visible = re.findall(r"\bCUDA_VISIBLE_DEVICES=[\"']?(\d+(?:,\d+)*)\b", call.before)[-1:]
-    if tool == "deepspeed" and visible and not {"num-gpus", "hostfile", "exclude", "num-nodes"} & options.keys():
-        return len(visible[0].split(","))
-    if tool in PROCESSES_AND_NODES:
-        per_node, nodes = PROCESSES_AND_NODES[tool]
-        counts = [as_int(options.get(per_node)), as_int(options.get(nodes) or 1)]
-        return math.prod(map(int, filter(None, counts))) if all(counts) else None
-    if tool in ("swift", "llamafactory-cli"):
-        said = [re.findall(rf"\b{name}=[\"']?(\d+\b|[^\s\d])", call.before)[-1:] for name in VARIABLES]
-        counts = [as_int(each) for last in said for each in last]
-        return math.prod(map(int, filter(None, counts))) if said[0] and all(counts) else None
-    if tool == PYTHON:  # one, unless something else starts it on each rank
-        return None if re.search(r"\b(?:srun|mpirun|mpiexec|horovodrun|ray)\b", call.before) else 1
-    return as_int(options.get("num-processes") or in_yaml)
+    return processes_of_call(with_exports(call, (doc.command or doc).text))
 
 
 @rule(WARNING, TRAINER, library="pyyaml", fix="a number with a dot: 1.0e-4")
