@@ -203,6 +203,7 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
          {"num_processes": (2,), "program": "llama-factory"}),
         ("run.sh", "accelerate launch --num_processes 4 -m axolotl.cli.train axolotl.yml --micro-batch-size 3",
          {"num_processes": (4,), "per_device_train_batch_size": 3, "preset": ("zero3",), "program": "axolotl"}),
+        ("run.sh", "axolotl train axolotl.yml --launcher torchrun -- --nproc_per_node=4", {"num_processes": (4,)}),
         ("run.sh", "accelerate launch scripts/run_dpo.py dpo/t.yaml --beta=0.3",
          {"method": "dpo", "beta": 0.3, "program": "trl"}),
         ("run.sh", "M=${1:-'MODEL'}\nN=${2:-4}\nG=$((64/($N*2)))\ntrl sft --model_name_or_path $M"
