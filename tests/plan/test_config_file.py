@@ -204,11 +204,14 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("run.sh", "N=4\nNPROC_PER_NODE=$N llamafactory-cli train factory.yaml", {"num_processes": (4,)}),
         ("run.sh", f"torchrun --nnodes 2 --nproc_per_node=${{N:-8}} -m trl.scripts.dpo {ROWS}",
          {"num_processes": (16,)}),
+        ("run.sh", "#SBATCH --nodes=2\nG=8\nM=$SLURM_NNODES\nN=$((M * ${G:-4}))\naccelerate launch --num_processes $N"
+         f" sft.py {ROWS}", {"num_processes": (16,)}),
         ("run.sh", f"torchrun --nproc_per_node=gpu sft.py {ROWS}", {"num_processes": (), "program": "trl"}),
         ("run.sh", "torchrun --nproc_per_node 2 src/train.py factory.yaml",
          {"num_processes": (2,), "program": "llama-factory"}),
         ("run.sh", "accelerate launch --num_processes 4 -m axolotl.cli.train axolotl.yml --micro-batch-size 3",
          {"num_processes": (4,), "per_device_train_batch_size": 3, "preset": ("zero3",), "program": "axolotl"}),
+        ("run.sh", "axolotl train axolotl.yml --launcher torchrun -- --nproc_per_node=4", {"num_processes": (4,)}),
         ("run.sh", "accelerate launch scripts/run_dpo.py dpo/t.yaml --beta=0.3",
          {"method": "dpo", "beta": 0.3, "program": "trl"}),
         ("run.sh", "M=${1:-'MODEL'}\nN=${2:-4}\nG=$((64/($N*2)))\ntrl sft --model_name_or_path $M"

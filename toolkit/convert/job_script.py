@@ -63,12 +63,12 @@ _SET_ANYWHERE = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=(?!=)")
 _SET_TO_OPTION = re.compile(r"(?<![\w$./{-])([A-Za-z_]\w*)\+?=[\"']?[ \t]*--\w")
 # A block's first word, its last, and, without a group, where another of its branches begins.
 _BLOCK = re.compile(r"^[ \t]*(?:(if|for|while|until|case)|(fi|done|esac)|else|elif)\b|;;", re.MULTILINE)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\]|:?[-=][^{}]*)?\}|(\w+))")
 _SEPARATOR, _STRING = re.compile(r"&&|\|\||;"), re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _MANY_WORDS = re.compile(r"\$\{?(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)\w*(?:\[[@*]\])?|[@*]|\w+\[[@*]\])\}?$", re.I)
 # A variable with a default, which is taken where the script does not assign it, and what bash computes.
 DEFAULT = re.compile(r"\"?\$\{\w+:?[-=][\"']?([^{}$\"']*)[\"']?\}\"?")
-_ARITHMETIC = re.compile(r"\$\((?:\(|expr\s)([\w\s${}()*/%+\\-]*?)\)\)?(?!\))")
+_ARITHMETIC = re.compile(r"\$\((?:\(|expr\s)([\w\s${}()*/%+\\:\"'-]*?)\)\)?(?!\))")
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
@@ -81,7 +81,7 @@ PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")  # of OmegaConf and Hydra
 _PROGRAM = re.compile(r"(?m)^[ \t]*(\w+)=\W{0,4}(?:\w+:-)?(?:[\w./-]*/)?(swift|deepspeed|trl|axolotl)\W{0,3}$")
 _USED = re.compile(r"(\"?)\$\{?(\w+)(?:\[[@*]\])?\}?\1(?=[ \t])")
 MAX_LINES = 200  # of a command
-MAX_ARITHMETIC, MAX_DEPTH = 200, 5  # characters, and variables in a variable's
+MAX_ARITHMETIC, MAX_DEPTH = 100, 3  # characters, and variables in a variable's
 # A command's lines, and those that a comment, or a backslash that is missing, has cut off.
 _AND_LOST = re.compile(r"[^\n]*(?:(?<=\\)\n[^\n]*|\n[ \t]*(?:\#|--\w)[^\n]*)*")
 _WRITTEN = re.compile(r">\s*[\"']?([^\s\"'<>]+\.(?:json|ya?ml))\b")
@@ -204,9 +204,11 @@ def read_script(text: str, *, first_line: int = 1, nodes: int | None = None) -> 
 
 
 def read_calls(text: str) -> Iterator[LauncherCall]:
-    """Yield every start of a program, by a launcher or by Python."""
+    """Yield every start of a program, by a launcher or by Python; SLURM's number of nodes is the one of the file."""
     breaks, *_ = _scan(text)
-    yield from _launches(text, tuple(itertools.pairwise([0, *breaks, len(text)])), 1)
+    nodes = read_script(text).nodes if "SLURM_" in text else None
+    known = {} if nodes is None else dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(nodes))
+    yield from _launches(text, tuple(itertools.pairwise([0, *breaks, len(text)])), 1, known)
 
 
 def with_exports(call: LauncherCall, text: str) -> LauncherCall:
@@ -243,7 +245,9 @@ def _count(value: object) -> int | None:
     return int(str(value)) if str(value).isdecimal() else None
 
 
-def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int) -> Iterator[LauncherCall]:
+def _launches(
+    text: str, commands: tuple[tuple[int, int], ...], first_line: int, known: Mapping[str, str] = {}
+) -> Iterator[LauncherCall]:
     """Yield the calls in each command, with its continued lines, its quoted lines and its here-documents."""
 
     def line_at(at: int, word: str = "") -> int:
@@ -267,7 +271,7 @@ def _launches(text: str, commands: tuple[tuple[int, int], ...], first_line: int)
                 continue
             set_once = _variables(text) if set_once is None else set_once
             set_last = _variables(text[:start], last_counts=True)
-            variables = {**set_once, **{name: value for name, value in set_last.items() if value is not None}}
+            variables = {**known, **set_once, **{name: value for name, value in set_last.items() if value is not None}}
             words = _words_behind(text, (start, end), start + found.end(), variables, options)
             call = replace(
                 _read_call(tool, words, line_at, start + found.start()), before=_in_front(command[: found.start()])
@@ -482,14 +486,16 @@ def _computed(text: str, variables: Mapping[str, str | None], depth: int = 0) ->
             case ast.Constant(value=int(number)):
                 return number
             case ast.Name(id=name) if depth < MAX_DEPTH:
-                return int(DEFAULT.sub(r"\1", _computed(variables.get(name) or "", variables, depth + 1)))
+                return int(_computed(f"$(({variables.get(name)}))", {**variables, name: None}, depth + 1))
             case ast.BinOp(left=left, op=sign, right=right):
                 return _OPERATORS[type(sign)](value(left), value(right))
         raise ValueError(node)
 
     def number(found: re.Match[str]) -> str:
+        names = _VARIABLE.sub(lambda each: name if variables.get(name := each[1] or each[2]) else each[0], found[1])
+        expression = re.sub(r"[${}\s\\\"']", "", DEFAULT.sub(r"\1", names)).replace("/", "//")
         with contextlib.suppress(ValueError, KeyError, SyntaxError, ZeroDivisionError, RecursionError):
-            return str(value(ast.parse(re.sub(r"[${}\s\\]", "", found[1]).replace("/", "//"), mode="eval").body))
+            return str(value(ast.parse(expression, mode="eval").body))
         return found[0]
 
     return _ARITHMETIC.sub(number, text) if "$(" in text and len(text) < MAX_ARITHMETIC else text

@@ -99,9 +99,11 @@ def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[s
 
 def _with_file(settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """The settings of flags, above those of the YAML that a command names."""
+    if "nproc_per_node" in settings:  # behind `axolotl train a.yml --launcher torchrun --`
+        settings["num_processes"] = settings.pop("nproc_per_node")
     if str(settings.get("num_processes")).startswith("$"):  # a variable that the script does not assign
         del settings["num_processes"]
-    for name in ("m", "module"):  # of `python -m` and accelerate
+    for name in ("m", "module", "launcher"):  # of `python -m`, accelerate and axolotl
         settings.pop(name, None)
     named = settings.pop("config", None)
     if named is None:
