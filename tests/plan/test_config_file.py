@@ -202,6 +202,10 @@ def test_a_setting_that_decides_the_plan_and_is_not_planned_is_refused_unless_it
         ("run.sh", "llamafactory-cli train factory.yaml learning_rate=1e-5 cutoff_len=4096", {"max_seq_length": 4096}),
         ("run.sh", "export NPROC_PER_NODE=8\nllamafactory-cli train factory.yaml", {"num_processes": (8,)}),
         ("run.sh", "N=4\nNPROC_PER_NODE=$N llamafactory-cli train factory.yaml", {"num_processes": (4,)}),
+        ("run.sh", "NPROC_PER_NODE=8 swift sft --model MODEL --max_length 512", {"num_processes": (8,)}),
+        ("run.sh", "llamafactory-cli export x.yaml\nllamafactory-cli train factory.yaml", {"max_seq_length": 512}),
+        ("run.sh", FACTORY_COMMAND.replace("--config_file zero2.yaml", "--use_deepspeed --zero_stage 3"),
+         {"preset": ("zero3",), "num_processes": (2,)}),
         ("run.sh", f"torchrun --nnodes 2 --nproc_per_node=${{N:-8}} -m trl.scripts.dpo {ROWS}",
          {"num_processes": (16,)}),
         ("run.sh", "#SBATCH --nodes=2\nG=8\nM=$SLURM_NNODES\nN=$((M * ${G:-4}))\naccelerate launch --num_processes $N"

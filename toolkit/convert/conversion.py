@@ -32,7 +32,8 @@ MS_SWIFT = "ms-swift"  # which has no converter, and `toolkit plan` reads
 MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 A_SCRIPT = "a script"  # of one's own, in the table of what is not read
 WORDS = ("--preset", "--optim", "--method")
-A_METHOD = re.compile(r"(?<![a-z])(?:dpo|grpo|kto|orpo|simpo|rloo)(?![a-z])")  # in a script's name
+A_METHOD = re.compile(r"(?<![a-z])(?:dpo|grpo|kto|orpo|simpo|rloo)(?![a-z]|_v)")  # in a script's name
+OFF = ("false", "no", "0", "none", "")
 SWITCHES = ("--activation-checkpointing", "--packing", "--load-in-4bit")
 REQUIRED = {"model_name_or_path": "MODEL", "dataset": "FILE", "output_dir": "DIR"}
 AT_MOST = 60  # characters of a value in a comment
@@ -92,8 +93,10 @@ def _no_command(text: str, path: Path) -> ToolkitError:
             draft = Draft(load_dialect("trl"), values)
             values["preset"] = take_launch(draft, path)
             values |= {"num_processes": draft.num_processes} if draft.num_processes else {}
-        if method := A_METHOD.search(f"{path.name} {call.script}".lower()):
-            values["method"] = method[0]
+        method = A_METHOD.search(str(values.pop("method", f"{path.name} {call.script}")).lower())
+        values |= {"method": method[0]} if method else {}
+        if any(str(values.get(name, True)).lower() in OFF for name in ("use_lora", "lora_enable", "use_peft", "lora")):
+            values = {name: value for name, value in values.items() if not name.startswith("lora_r")}
         message = f"{path} starts {cut(str(call.script))}: what its settings mean is in its own code"
         return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
     file = next((word for _, call in calls for word in call.words if word.endswith(CONFIG_SUFFIXES)), None)
@@ -119,8 +122,9 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
         parts = [_nested(values, name) for name in names.split("+")]
         is_sum = len(parts) > 1 and all(str(each).isdecimal() for each in parts)
         value = sum(map(int, parts)) if is_sum else parts[0] if len(parts) == 1 else None
-        is_known = isinstance(value, int | str) and str(value).lower() not in ("false", "")
-        is_known &= flag in WORDS or value is True or str(value).isdecimal() or flag in SWITCHES
+        is_known = isinstance(value, int | str) and str(value).lower() not in OFF
+        is_number = re.fullmatch("[1-9][0-9]{0,8}", str(value)) is not None
+        is_known &= flag in WORDS or value is True or is_number or flag in SWITCHES
         is_known &= only in ("", str(value))
         if is_known and not any(word.startswith(flag) for word in words):
             words.append(flag if value is True or flag in SWITCHES else f"{flag} {shlex.quote(str(value))}")

@@ -66,9 +66,7 @@ def convert(values: Mapping[str, Any], file: Path) -> Conversion:
     draft.set_defaults()
     if values.get("enable_activation_checkpointing", True):  # v1's; disable_gradient_checkpointing is assigned
         draft.default("activation_checkpointing", True)  # hparams/model_args.py, v1/config/training_args.py
-    launched = chosen is None and not draft.get("deepspeed")
-    preset = sources.take_launch(draft, file) if launched else sources.take_strategy(draft, file, chosen=chosen)
-    return draft.finish(preset=preset)
+    return draft.finish(preset=sources.take_launch(draft, file, chosen=chosen))
 
 
 def _take_v1(draft: Draft, file: Path) -> sources.Choice:

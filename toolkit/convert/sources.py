@@ -126,9 +126,8 @@ class Choice(NamedTuple):
     keys: Sequence[str] = ()
 
 
-def take_launch(draft: Draft, file: Path) -> str:
+def take_launch(draft: Draft, file: Path, *, chosen: Choice | None = None) -> str:
     """The preset and the number of processes, from the flags of `accelerate launch` and torchrun."""
-    chosen: Choice | None = None
     for key in draft.among("accelerate_config", "config_file")[:1]:
         name = str(draft.get(key))
         path = find_file(name, file)

@@ -27,7 +27,11 @@ from toolkit.job.argument_reading import CONFIG_SUFFIXES
 OPEN_R1 = "0.18.0"  # the version of TRL that its setup.py pins
 LLAMA_FACTORY = "llama-factory"
 # Options of launchers that say how many ranks train, and how these share the model.
-OF_THE_LAUNCH = ("config_file", "num_processes")
+OF_THE_LAUNCH = (
+    *("config_file", "num_processes", "use_deepspeed", "deepspeed_config_file", "zero_stage", "use_fsdp"),
+    *("offload_optimizer_device", "offload_param_device", "fsdp_sharding_strategy", "fsdp_version"),
+)
+TRAINING = ("", "train", "sft", "pt", "rlhf")  # commands of `OF_TOOLS` that train
 COUNTS = ("num-processes", "nproc-per-node", "num-gpus")  # which `processes_of_call` reads
 # Programs whose commands alone say whose file it is.
 OF_TOOLS = {"llamafactory-cli": LLAMA_FACTORY, "swift": "ms-swift", "axolotl": "axolotl"}
@@ -72,7 +76,9 @@ def _decided(call: LauncherCall, methods: Collection[str], path: Path) -> dict[s
     """What the words in front of a command's flags say; None if it does not train with one of these programs."""
     script, program = call.script or "", OF_TOOLS.get(call.tool)
     file = next((word for word in call.words[:1] if word.endswith(CONFIG_SUFFIXES)), None)
-    if {"finetuning_type", "template"} <= call.arguments.keys():
+    if program is not None and script.rpartition(" ")[2] not in TRAINING:
+        return None
+    if {"finetuning_type", "stage"} <= call.arguments.keys():
         program = LLAMA_FACTORY
     elif program is None and file and (found := find_file(file, path)):
         with contextlib.suppress(ToolkitError):  # of data, for one

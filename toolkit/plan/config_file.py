@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.convert.conversion import TOOLS, convert_settings, read_settings
+from toolkit.convert.conversion import MODEL_NAMES, TOOLS, convert_settings, read_settings
 from toolkit.convert.draft import PRESET, Conversion, block_of, load_dialect, plan_table, typed
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
@@ -47,7 +47,6 @@ CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugi
 METHOD_KEYS = {"axolotl": ("rl", "reward_model"), "llama-factory": ("stage",), "trl": ("method",)}
 METHOD_WORDS = {"ipo": "dpo", "rm": "reward", "True": "reward", "pt": SFT}
 MOST_MISSPELT = 2  # settings of a file that we do not have, above which it is not ours
-MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
 OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "do_train")
 COMPLETION_TOKENS, PROMPT_TOKENS = 256, 512  # TRL's default; TRL limits no prompt, and had this limit until 1.0
 # ms-swift's GRPO (4.5.2, arguments/rlhf_args.py and rlhf_trainers/args_mixin.py); its `max_length` is the prompt's.
@@ -318,7 +317,8 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     sleeps = str(values.get("sleep_level") or 0) != "0"
     named = {"max_prompt_length": values.get("max_length"), "vllm_enable_sleep_mode": sleeps}
     in_trls_words = (SWIFT_GENERATION if METHODS[method].num_generations else {}) | values | named
-    found = {"program": SWIFT, "preset": (preset,), **numerics}
+    processes = {"num_processes": (values["num_processes"],)} if "num_processes" in values else {}
+    found = {"program": SWIFT, "preset": (preset,), **processes, **numerics}
     return _Source(None, ours, None, method, found, unused, in_trls_words)
 
 
