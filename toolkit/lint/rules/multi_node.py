@@ -340,8 +340,9 @@ def count_of_slurm(doc: Document) -> Iterator[Match]:
 @rule(WARNING, SBATCH, library="slurm", fix="a folder that is there before sbatch")
 def folder_made_too_late(doc: Document) -> Iterator[Match]:
     """SLURM opens a job's output before the script begins: where the folder is missing, the job ends at once."""
-    places = (Path.cwd(), doc.folder, *doc.folder.parents[:8])
-    script = doc.script
+    root, script = project_root(doc.folder), doc.script
+    around = [each for each in doc.folder.parents if root and each.is_relative_to(root)]
+    places = (Path.cwd(), doc.folder, *(around or doc.folder.parents[:2]))
     own = {script.line_at(start) for start, _ in script.commands if script.text[start : start + 1] == "#"}
     entered = "|".join(["SLURM_SUBMIT_DIR", *re.findall(r"(?m)^[ \t]*cd[ \t]+\W*(\w+)", script.text)])
     for name, (value, line) in script.directives.items():  # of this job, and not of one that a here-document writes
