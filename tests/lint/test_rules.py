@@ -474,6 +474,11 @@ CASES += [
     )
     for each in ("a slots=2\nb lots=2\n", "a slots=2\na slots=2\n")
 ]
+CASES += [
+    Case("refused-hostfile", "deepspeed --hostfile ds.json --include a:0,2 x.py\n",
+         "deepspeed --hostfile ds.json --include a:0,1@b x.py\n", 1, "run.sh",
+         deepspeed_json="# nodes\na slots=2\nb slots=2\n"),
+]  # fmt: skip
 CASES += [Case("script-missing", "torchrun tain.py -a 1\n", "torchrun test.py -a 1\n", 1, "run.sh", script="main()\n")]
 CASES += [Case(rule, bad, good, line, name) for rule, bad, good, line, name in SCRIPT_CASES]
 CASES += [Case(rule, bad, good, line, fixed=fixed) for rule, bad, good, line, fixed in PROGRAM_CASES]

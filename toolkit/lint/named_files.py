@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.convert.job_script import SCRIPT_SUFFIXES
+from toolkit.convert.job_script import DEFAULT, SCRIPT_SUFFIXES
 from toolkit.convert.programs import A_SCRIPT
 from toolkit.files.documents import read_table
 from toolkit.files.paths import is_file
@@ -66,8 +66,8 @@ def plain_path(named: str) -> str:
     >>> plain_path("${ROOT}/ds.json"), plain_path("$(dirname $0)/ds.json"), plain_path("${1:-ds.json}")
     ('ds.json', 'ds.json', 'ds.json')
     """
-    named = re.sub(r"^\$\{\w+:-([^{}]*)\}$", r"\1", named)
-    return _FOLDER.sub("", named)
+    default = DEFAULT.fullmatch(named)
+    return _FOLDER.sub("", default[1] if default else named)
 
 
 def find_named(named: str, path: str) -> Path | None:

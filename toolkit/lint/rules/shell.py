@@ -5,12 +5,21 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from toolkit.convert.job_script import ARRAY_WORDS, ENGINE_FLAGS, PROGRAMS, JobScript, LauncherCall, launcher_tables
-from toolkit.errors import nearest
+from toolkit.convert.job_script import (
+    ARRAY_WORDS,
+    DEFAULT,
+    ENGINE_FLAGS,
+    PROGRAMS,
+    JobScript,
+    LauncherCall,
+    launcher_tables,
+)
+from toolkit.errors import ToolkitError, nearest
+from toolkit.files.documents import read_text
 from toolkit.job.trainer_schema import trainer_argument_names
 from toolkit.lint.document import SBATCH, SCRIPTS, SKYPILOT, SUFFIXES, Document, accelerate_file, named_settings
 from toolkit.lint.findings import ERROR, NOTE, WARNING, Match, rule
-from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of, texts_of
+from toolkit.lint.named_files import LINT_TABLES, find_named, project_source, scripts_named, source_of
 from toolkit.lint.rules.kubernetes import refusals
 from toolkit.lint.rules.settings import as_enum, as_int, is_template, shorten
 from toolkit.lint.script_options import is_refused, options_of
@@ -43,7 +52,6 @@ SERVER = re.compile(
     re.MULTILINE,
 )
 OF_SERVER = {"port": "`GRADIO_SERVER_PORT`, of `api` `API_PORT`", "host": "`GRADIO_SERVER_NAME`, of `api` `API_HOST`"}
-DEFAULT = re.compile(r"\$\{\w+:-(\d+)\}")
 NOT_A_SCRIPT = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -492,21 +500,30 @@ def include_with_count(doc: Document) -> Iterator[Match]:
             yield Match(f"--{min(filters)}", message, f"`--{min(filters)}` alone", line=call.line)
 
 
-@rule(ERROR, *SCRIPTS, library="deepspeed", fix="`HOST slots=N`, once for each host")
+@rule(ERROR, *SCRIPTS, library="deepspeed", fix="what the message names")
 def refused_hostfile(doc: Document) -> Iterator[Match]:
-    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and a host twice."""
+    """`deepspeed` refuses a hostfile with another line than `HOST slots=N`, and hosts and GPUs that it lacks."""
     for call in doc.script.launches:
         file = find_named(call.options.get("hostfile") or "", doc.path) if call.tool == "deepspeed" else None
-        lines = [line.strip() for line in texts_of([file] if file else []).splitlines()]
-        hosts = set[str]()
-        for line in (each for each in lines if each and not each.startswith("#")):
-            host = re.match(r"(\S+)\s+slots=\d", line)
-            if host is None or host[1] in hosts:
-                why = "is no `HOST slots=N`" if host is None else "names a host again"
-                yield Match(
-                    "--hostfile", f"{shorten(line)} {why}", "`HOST slots=N`, once for each host", line=call.line
-                )
-            hosts |= {host[1]} if host else set()
+        try:
+            lines = [line.strip() for line in read_text(file).splitlines()] if file else []
+        except ToolkitError:  # it is no text, and no hostfile
+            continue
+        entries = {line: re.match(r"(\S+)\s+slots=(\d+)", line) for line in lines if line and not line.startswith("#")}
+        for line in [line for line, found in entries.items() if not found]:
+            yield Match("--hostfile", f"{shorten(line)} is no entry", "`HOST slots=N`", line=call.line)
+        hosts = [found[1] for line in lines if (found := entries.get(line))]
+        for host in sorted({host for host in hosts if hosts.count(host) > 1}):
+            message = f"{shorten(host)} is there twice: refused"
+            yield Match("--hostfile", message, "one line with all of its slots", line=call.line)
+        slots = {found[1]: int(found[2]) for found in entries.values() if found}
+        for name in ("include", "exclude") if slots else ():
+            for part in filter(None, (call.options.get(name) or "").split("@")):
+                host, _, gpus = part.partition(":")
+                is_listed = host in slots and all(int(n) < slots[host] for n in re.findall(r"\d{1,9}", gpus))
+                if not is_listed and "$" not in part:
+                    message = f"{shorten(part)}: the hostfile has {slots.get(host, 'no')} slots of {shorten(host)}"
+                    yield Match(f"--{name}", message, "its hosts, and slots from 0", line=call.line)
 
 
 @rule(WARNING, *SCRIPTS, library="deepspeed", fix="torchrun, or --no_local_rank")
