@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from toolkit.convert import axolotl, llama_factory, trl
+from toolkit.convert.commands import MS_SWIFT, WITH_ITS_TRAINER, named_arguments, read_command
 from toolkit.convert.draft import PRESET, Conversion, Draft, load_dialect, plan_table
 from toolkit.convert.job_script import read_calls
 from toolkit.convert.programs import TORCHTUNE, program_of, program_schema
@@ -28,9 +29,8 @@ MODULES = {
 TOOLS = {"trl": trl.convert, "axolotl": axolotl.convert, "llama-factory": llama_factory.convert}
 COMMON_COMMANDS = ("grpo", "dpo", "kto", "reward")  # of those that have the same settings
 MAX_COMMAND_BYTES = 256 * KIB  # splitting a line into words is slow
-MS_SWIFT = "ms-swift"  # which has no converter, and `toolkit plan` reads
 MODEL_NAMES = ("model_name_or_path", "model", "base_model", "model_name", "model_id", "model_path")
-A_SCRIPT = "a script"  # of one's own, in the table of what is not read
+OWN_SCRIPT = "a script"  # of one's own, in the table of what is not read
 WORDS = ("--preset", "--optim", "--method")
 A_METHOD = re.compile(r"(?<![a-z])(?:dpo|grpo|kto|orpo|simpo|rloo)(?![a-z]|_v)")  # in a script's name
 OFF = ("false", "no", "0", "none", "")
@@ -48,7 +48,7 @@ def convert_file(path: Path, tool: str | None = None) -> Conversion:
     commands = program_schema(tool).commands_of(values)
     if commands and "sft" not in commands:
         command = next((each for each in COMMON_COMMANDS if each in commands), commands[0])
-        raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=trl.WITH_ITS_TRAINER)
+        raise ToolkitError(f"{path} is for `trl {command}`, not supervised fine-tuning", hint=WITH_ITS_TRAINER)
     return convert_settings(tool, values, path)
 
 
@@ -65,7 +65,7 @@ def read_settings(
         raise ToolkitError(f"--from is {shown(tool)}, expected {', '.join(TOOLS)}", hint=did_you_mean(tool, TOOLS))
     if path.suffix not in CONFIG_SUFFIXES and tool in (None, "trl"):
         text = read_text(path, max_bytes=MAX_COMMAND_BYTES)
-        found = trl.read_command(text, path, methods=methods)
+        found = read_command(text, path, methods=methods)
         if found is None:
             raise _no_command(text, path)
         values, tool = found, str(found.pop("program", "trl"))
@@ -84,11 +84,11 @@ def read_settings(
 
 def _no_command(text: str, path: Path) -> ToolkitError:
     """Return what to type where no program is known: of a script of one's own, what its words say."""
-    names = {name for key in plan_table()["unread"][A_SCRIPT] for name in re.split("[+=]", key)} | {*MODEL_NAMES}
+    names = {name for key in plan_table()["unread"][OWN_SCRIPT] for name in re.split("[+=]", key)} | {*MODEL_NAMES}
     calls = [(len(names & call.arguments.keys()), call) for call in read_calls(text) if call.script]
     known, call = max(calls, key=lambda counted: counted[0], default=(0, None))
     if call is not None and known:
-        values = trl.named_arguments(call)
+        values = named_arguments(call)
         with contextlib.suppress(ToolkitError):
             draft = Draft(load_dialect("trl"), values)
             values["preset"] = take_launch(draft, path)
@@ -98,7 +98,7 @@ def _no_command(text: str, path: Path) -> ToolkitError:
         if any(str(values.get(name, True)).lower() in OFF for name in ("use_lora", "lora_enable", "use_peft", "lora")):
             values = {name: value for name, value in values.items() if not name.startswith("lora_r")}
         message = f"{path} starts {cut(str(call.script))}: what its settings mean is in its own code"
-        return ToolkitError(message, hint=f"{flags_instead(A_SCRIPT, values, path)}, and what that code decides")
+        return ToolkitError(message, hint=f"{flags_instead(OWN_SCRIPT, values, path)}, and what that code decides")
     file = next((word for _, call in calls for word in call.words if word.endswith(CONFIG_SUFFIXES)), None)
     hint = f"a configuration file is named {', '.join('*' + suffix for suffix in CONFIG_SUFFIXES)}"
     if file is not None:
@@ -113,10 +113,10 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
         return f"`toolkit plan --config {path}`{runs if path.suffix in CONFIG_SUFFIXES else ''}"
     model = next((str(values[name]) for name in MODEL_NAMES if isinstance(values.get(name), str)), "$")
     words = [f"toolkit plan {'MODEL' if '$' in model else shlex.quote(model)}"]
-    words += {
-        TORCHTUNE: ["--loss chunked_output"],
-        A_SCRIPT: ["--program trl" if "method" in values else "--program trainer"],
-    }.get(program, [])
+    if program == TORCHTUNE:
+        words.append("--loss chunked_output")
+    if program == OWN_SCRIPT:
+        words.append(f"--program {'trl' if 'method' in values else 'trainer'}")
     for key, flag in plan_table()["unread"][program].items():
         names, _, only = key.partition("=")
         parts = [_nested(values, name) for name in names.split("+")]
@@ -128,7 +128,7 @@ def flags_instead(program: str, values: Mapping[str, Any], path: Path) -> str:
         is_known &= only in ("", str(value))
         if is_known and not any(word.startswith(flag) for word in words):
             words.append(flag if value is True or flag in SWITCHES else f"{flag} {shlex.quote(str(value))}")
-    if program == A_SCRIPT and not any(word.startswith("--max-seq-length") for word in words):
+    if program == OWN_SCRIPT and not any(word.startswith("--max-seq-length") for word in words):
         words.append("--max-seq-length 2048")
     return f"`{' '.join(words)}`"
 

@@ -11,11 +11,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.convert.commands import MS_SWIFT, OF_THE_LAUNCH
 from toolkit.convert.conversion import MODEL_NAMES, TOOLS, convert_settings, read_settings
 from toolkit.convert.draft import PRESET, Conversion, block_of, load_dialect, plan_table, typed
 from toolkit.convert.programs import program_of, program_schema
 from toolkit.convert.sources import preset_of_deepspeed
-from toolkit.convert.trl import OF_THE_LAUNCH
 from toolkit.errors import ToolkitError, shown
 from toolkit.files.documents import parse_yaml, read_configuration
 from toolkit.files.paths import is_file
@@ -37,7 +37,6 @@ METHOD_SETTINGS: dict[str, tuple[str, Callable[[Any], object]]] = {
     **dict.fromkeys(("precompute_ref_log_probs", "vllm_enable_sleep_mode"), ("bool", is_true)),
 }
 CHOSEN = ("accumulate", "activation_checkpointing", "use_liger_kernel")  # by `PlannedJob.of`
-SWIFT = "ms-swift"
 SWIFT_KEYS = (
     *("tuner_type", "train_type", "lora_rank", "quant_bits", "quant_method", "deepspeed", "rlhf_type", "adapter"),
 )
@@ -136,7 +135,7 @@ def configured_plan(file: Path, model: str | None, options: PlanOptions, *, give
     targets = planned.value("optim_target_modules")
     found |= {"optim_args": job.optim_args, "optim_target_modules": [targets] if isinstance(targets, str) else targets}
     found |= {"dora": True} if planned.numerics.dora else {}
-    described = f"{file}: {SWIFT if theirs else 'our training arguments'}{note}"
+    described = f"{file}: {MS_SWIFT if theirs else 'our training arguments'}{note}"
     found |= {"gradient_as_bucket_view": False, **theirs} if theirs else {}
     if conversion is not None:
         has_preset = program != "trl" or PRESET in conversion.converted.values()  # a YAML of TRL names no engine
@@ -172,9 +171,9 @@ def _read(file: Path, model: str | None, options: PlanOptions, given: Collection
             _check_ours(file, values)
             return _Source(None, values, None, options.method if "method" in given else str(values.get("method", SFT)))
     tool = program if program in TOOLS else None
-    program, values = read_settings(file, tool, methods=[each for each in METHODS if each != SFT], others=[SWIFT])
+    program, values = read_settings(file, tool, methods=[each for each in METHODS if each != SFT], others=[MS_SWIFT])
     values = _with_loading(values) if program == "trl" else values
-    if program == SWIFT:
+    if program == MS_SWIFT:
         return _swift(file, values, options, given)
     method = options.method if "method" in given else _method(program, values, file)
     is_said = method == SFT and "method" not in given
@@ -281,7 +280,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
 
     Raises ToolkitError for a setting that decides the plan and has no word here, and for a file without a length.
     """
-    table: dict[str, str] = plan_table()[SWIFT]
+    table: dict[str, str] = plan_table()[MS_SWIFT]
     values = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | dict(values)
     tuner = str(values.get("tuner_type") or values.get("train_type") or "lora")
     bits = str(values.get("quant_bits") or "")
@@ -318,7 +317,7 @@ def _swift(file: Path, values: Mapping[str, Any], options: PlanOptions, given: C
     named = {"max_prompt_length": values.get("max_length"), "vllm_enable_sleep_mode": sleeps}
     in_trls_words = (SWIFT_GENERATION if METHODS[method].num_generations else {}) | values | named
     processes = {"num_processes": (values["num_processes"],)} if "num_processes" in values else {}
-    found = {"program": SWIFT, "preset": (preset,), **processes, **numerics}
+    found = {"program": MS_SWIFT, "preset": (preset,), **processes, **numerics}
     return _Source(None, ours, None, method, found, unused, in_trls_words)
 
 
